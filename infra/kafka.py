@@ -1,0 +1,242 @@
+"""Kafka clients with the settings every part of the system relies on, and topic provisioning.
+
+Producers hash keys as Java and aiokafka do (librdkafka's default CRC32 does not), are idempotent and wait for all
+replicas; consumers read committed records only, never commit by themselves and say where they start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import structlog
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from infra.settings import Settings
+from schemas.base import Event
+from schemas.codec import HEADER_TYPE, Codec
+from schemas.topics import CATALOGUE, MAX_MESSAGE_BYTES, SCHEMAS_TOPIC
+
+log = structlog.get_logger()
+
+#: Seconds that any start-up request to the cluster may take.
+STARTUP_TIMEOUT_SEC = 15.0
+
+
+class KafkaUnavailableError(RuntimeError):
+    """The cluster could not be reached: names the address and the remedy."""
+
+
+def bootstrap_servers(settings: Settings) -> str:
+    """Address of the cluster: the configured one, else the local stack's broker."""
+    return settings.kafka.bootstrap or f"127.0.0.1:{settings.kafka.port}"
+
+
+def topic_name(settings: Settings, name: str) -> str:
+    """The real name of a catalogue topic."""
+    return settings.kafka.topic_prefix + name
+
+
+def _common(settings: Settings) -> dict[str, Any]:
+    return {
+        "bootstrap.servers": bootstrap_servers(settings),
+        "reconnect.backoff.max.ms": 1000,
+        "socket.keepalive.enable": True,
+        "allow.auto.create.topics": False,
+        "log_level": 3,
+        **settings.kafka.client,
+    }
+
+
+def make_producer(settings: Settings, *, transactional_id: str | None = None, **overrides: Any) -> Producer:
+    """An idempotent producer; with `transactional_id` (prefixed here) a transactional one, not yet initialised."""
+    config = _common(settings) | {
+        "enable.idempotence": True,
+        "acks": "all",
+        "partitioner": "murmur2_random",
+        "compression.type": "zstd",
+        "linger.ms": 5,
+        "message.max.bytes": MAX_MESSAGE_BYTES,
+        "queue.buffering.max.kbytes": 256 * 1024,
+    }
+    if transactional_id:
+        config["transactional.id"] = settings.kafka.topic_prefix + transactional_id
+        config["transaction.timeout.ms"] = 30_000
+    return Producer(config | overrides)
+
+
+def make_consumer(settings: Settings, *, group: str, start: str = "earliest", **overrides: Any) -> Consumer:
+    """A consumer of committed records that commits nothing by itself. `start`: earliest | latest | error."""
+    config = _common(settings) | {
+        "group.id": settings.kafka.topic_prefix + group,
+        "auto.offset.reset": start,
+        "enable.auto.commit": False,
+        "enable.auto.offset.store": False,
+        "isolation.level": "read_committed",
+        "partition.assignment.strategy": "cooperative-sticky",
+        "session.timeout.ms": 10_000,
+        "fetch.message.max.bytes": MAX_MESSAGE_BYTES,
+        "enable.partition.eof": False,
+        "fetch.wait.max.ms": 50,
+    }
+    return Consumer(config | overrides)
+
+
+def make_admin(settings: Settings) -> AdminClient:
+    """An admin client."""
+    return AdminClient(_common(settings))
+
+
+def check_cluster(settings: Settings, timeout_sec: float = STARTUP_TIMEOUT_SEC) -> None:
+    """Raise KafkaUnavailableError unless the cluster answers a metadata request."""
+    try:
+        make_admin(settings).list_topics(timeout=timeout_sec)
+    except KafkaException as exc:
+        raise KafkaUnavailableError(
+            f"no Kafka at {bootstrap_servers(settings)} ({exc.args[0].str()}); start the local stack with "
+            "`rollstream up`, or set kafka.bootstrap in the run file to a running cluster"
+        ) from exc
+
+
+def ensure_topics(settings: Settings) -> list[str]:
+    """Create the catalogue's missing topics; returns what was created. Publishes the writer schemas."""
+    check_cluster(settings)
+    admin = make_admin(settings)
+    present = set(admin.list_topics(timeout=STARTUP_TIMEOUT_SEC).topics)
+    wanted = [
+        NewTopic(
+            topic_name(settings, t.name),
+            num_partitions=t.partitions(settings.kafka.partitions),
+            replication_factor=settings.kafka.replication,
+            config=t.config(),
+        )
+        for t in CATALOGUE
+        if topic_name(settings, t.name) not in present
+    ]
+    created = []
+    for name, future in (admin.create_topics(wanted) if wanted else {}).items():
+        try:
+            future.result(STARTUP_TIMEOUT_SEC)
+            created.append(name)
+        except KafkaException as exc:
+            if exc.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise
+    if created:
+        _publish_schemas(settings)
+    return created
+
+
+def _publish_schemas(settings: Settings) -> None:
+    producer = make_producer(settings)
+    for key, value in Codec().schema_records():
+        producer.produce(topic_name(settings, SCHEMAS_TOPIC), key=key, value=value)
+    left = producer.flush(STARTUP_TIMEOUT_SEC)
+    if left:
+        raise KafkaUnavailableError(f"{left} schema records were not acknowledged within {STARTUP_TIMEOUT_SEC} s")
+
+
+def headers_of(event: Event, traceparent: str | None = None) -> list[tuple[str, bytes]]:
+    """Headers every event carries: its type (readable without decoding) and the W3C trace context."""
+    headers = [(HEADER_TYPE, type(event).__name__.encode())]
+    if traceparent:
+        headers.append(("traceparent", traceparent.encode()))
+    return headers
+
+
+def header_type(headers: list[tuple[str, bytes]] | None) -> str | None:
+    """The event type named in a record's headers."""
+    for name, value in headers or ():
+        if name == HEADER_TYPE:
+            return value.decode()
+    return None
+
+
+def new_traceparent() -> str:
+    """A fresh W3C trace context (version 00, sampled)."""
+    return f"00-{os.urandom(16).hex()}-{os.urandom(8).hex()}-01"
+
+
+class DeliveryError(RuntimeError):
+    """An event was not written: names the event and why."""
+
+
+class EventWriter:
+    """Writes source events outside transactions; every failure surfaces at the next `write` or at `flush`."""
+
+    def __init__(self, settings: Settings, codec: Codec | None = None, producer: Producer | None = None) -> None:
+        self._settings = settings
+        self._codec = codec or make_codec(settings)
+        self._producer = producer or make_producer(settings)
+        self._error: DeliveryError | None = None
+
+    def write(
+        self, event: Event, *, traceparent: str | None = None, on_ack: Callable[[Exception | None], None] | None = None
+    ) -> None:
+        """Queue an event. `on_ack` is called from `poll`/`flush` with None, or with the error.
+
+        Raises DeliveryError when an earlier event failed, CodecError when the event does not fit its schema.
+        """
+        self._raise_pending()
+
+        def done(error: KafkaError | None, _: Message) -> None:
+            failure = DeliveryError(f"{type(event).__name__} {event.event_id}: {error.str()}") if error else None
+            if on_ack is not None:
+                on_ack(failure)
+            elif failure is not None:
+                self._error = failure
+
+        topic, value = topic_name(self._settings, event.TOPIC), self._codec.encode(event)
+        while True:
+            try:
+                self._producer.produce(
+                    topic, key=event.key.encode(), value=value, headers=headers_of(event, traceparent), on_delivery=done
+                )
+                break
+            except BufferError:  # the queue is full: wait for the broker, never drop
+                self._producer.poll(0.1)
+        self._producer.poll(0)
+
+    def poll(self, timeout_sec: float = 0.0) -> None:
+        """Serve delivery reports."""
+        self._producer.poll(timeout_sec)
+
+    def flush(self, timeout_sec: float = 30.0) -> None:
+        """Wait until everything is acknowledged. Raises DeliveryError otherwise."""
+        left = self._producer.flush(timeout_sec)
+        self._raise_pending()
+        if left:
+            raise DeliveryError(f"{left} events were not acknowledged by Kafka within {timeout_sec} s")
+
+    def _raise_pending(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+def make_codec(settings: Settings) -> Codec:
+    """The codec of a run: Confluent framing when a Schema Registry is configured."""
+    registry = None
+    if settings.schema_registry.url:
+        from infra.schema_registry import SchemaRegistry
+
+        registry = SchemaRegistry(settings.schema_registry.url)
+    return Codec(registry, settings.kafka.topic_prefix)
+
+
+def end_offsets(settings: Settings, topics: tuple[str, ...]) -> Mapping[tuple[str, int], int]:
+    """(catalogue topic, partition) -> high watermark."""
+    consumer = make_consumer(settings, group="offsets")
+    try:
+        meta = consumer.list_topics(timeout=STARTUP_TIMEOUT_SEC)
+        from confluent_kafka import TopicPartition
+
+        out: dict[tuple[str, int], int] = {}
+        for name in topics:
+            for partition in meta.topics[topic_name(settings, name)].partitions:
+                tp = TopicPartition(topic_name(settings, name), partition)
+                out[name, partition] = consumer.get_watermark_offsets(tp, timeout=STARTUP_TIMEOUT_SEC)[1]
+        return out
+    finally:
+        consumer.close()

@@ -1,0 +1,1 @@
+"""The event schemas: the one interface that every service shares."""
