@@ -1,0 +1,1 @@
+"""What every stage runs on: one pure `step`, a transactional loop, dead letters, metrics."""
