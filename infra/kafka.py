@@ -7,11 +7,11 @@ replicas; consumers read committed records only, never commit by themselves and 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import structlog
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from infra.settings import Settings
@@ -230,13 +230,76 @@ def end_offsets(settings: Settings, topics: tuple[str, ...]) -> Mapping[tuple[st
     consumer = make_consumer(settings, group="offsets")
     try:
         meta = consumer.list_topics(timeout=STARTUP_TIMEOUT_SEC)
-        from confluent_kafka import TopicPartition
-
         out: dict[tuple[str, int], int] = {}
         for name in topics:
             for partition in meta.topics[topic_name(settings, name)].partitions:
                 tp = TopicPartition(topic_name(settings, name), partition)
                 out[name, partition] = consumer.get_watermark_offsets(tp, timeout=STARTUP_TIMEOUT_SEC)[1]
         return out
+    finally:
+        consumer.close()
+
+
+def read_topic(
+    settings: Settings,
+    name: str,
+    *,
+    follow: bool = False,
+    from_end: bool = False,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Message]:
+    """The records of a catalogue topic, partition by partition in order; ends at the high watermarks unless `follow`.
+
+    Raises KafkaUnavailableError when the topic does not exist or the cluster does not answer.
+    """
+    check_cluster(settings)
+    consumer = make_consumer(settings, group="reader")
+    try:
+        real = topic_name(settings, name)
+        meta = consumer.list_topics(real, timeout=STARTUP_TIMEOUT_SEC).topics[real]
+        if meta.error is not None:
+            raise KafkaUnavailableError(f"topic {real} does not exist; `rollstream up` creates it")
+        ends: dict[int, int] = {}
+        positions: dict[int, int] = {}
+        for partition in meta.partitions:
+            low, high = consumer.get_watermark_offsets(TopicPartition(real, partition), timeout=STARTUP_TIMEOUT_SEC)
+            ends[partition], positions[partition] = high, high if from_end else low
+        consumer.assign([TopicPartition(real, p, offset) for p, offset in positions.items()])
+        while not should_stop():
+            for message in consumer.consume(500, 0.2):
+                if message.error() is None:
+                    yield message
+            if not follow and all(
+                reached >= ends[p] for p, reached in _positions(consumer, real, positions).items()
+            ):
+                return
+    finally:
+        consumer.close()
+
+
+def _positions(consumer: Consumer, real: str, fallback: Mapping[int, int]) -> dict[int, int]:
+    """Next offset per partition; transaction markers count, which is why messages alone do not tell the end."""
+    found = consumer.position([TopicPartition(real, p) for p in fallback])
+    return {tp.partition: tp.offset if tp.offset >= 0 else fallback[tp.partition] for tp in found}
+
+
+def read_events(settings: Settings, name: str, *, types: tuple[type[Event], ...] = ()) -> Iterator[Event]:
+    """The decoded events now on a topic, of the given types (all when none are given)."""
+    codec, wanted = make_codec(settings), {t.__name__ for t in types}
+    for message in read_topic(settings, name):
+        value = message.value()
+        if value is None or (wanted and header_type(message.headers()) not in wanted):
+            continue
+        yield codec.decode(value)
+
+
+def group_lag(settings: Settings, group: str, ends: Mapping[tuple[str, int], int]) -> int:
+    """Records between a group's committed offsets and `ends` ((catalogue topic, partition) -> offset)."""
+    consumer = make_consumer(settings, group=group)
+    try:
+        wanted = [TopicPartition(topic_name(settings, name), p) for (name, p) in ends]
+        committed = consumer.committed(wanted, timeout=STARTUP_TIMEOUT_SEC)
+        at = {(tp.topic, tp.partition): max(tp.offset, 0) for tp in committed}
+        return sum(max(0, end - at.get((topic_name(settings, n), p), 0)) for (n, p), end in ends.items())
     finally:
         consumer.close()

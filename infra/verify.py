@@ -1,0 +1,23 @@
+"""`rollstream replay verify` as a report for a person."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from infra.settings import Settings
+
+
+def verify_run(settings: Settings, console: Console) -> int:
+    """Print the report of a run; returns the number of differences and broken laws together."""
+    from streams.replay.service import verify
+
+    report = verify(settings, settings.run.id)
+    table = Table("derived topic", "compared", box=None, pad_edge=False)
+    for topic, compared in report.num_compared.items():
+        table.add_row(topic, f"{compared:,}")
+    console.print(table)
+    for difference in report.differences[:20]:
+        console.print(f"  {difference}", highlight=False, markup=False)
+    console.print(f"{len(report.differences)} differences", highlight=False)
+    return len(report.differences)
