@@ -134,7 +134,9 @@ def _publish_schemas(settings: Settings) -> None:
         producer.produce(topic_name(settings, SCHEMAS_TOPIC), key=key, value=value)
     left = producer.flush(STARTUP_TIMEOUT_SEC)
     if left:
-        raise KafkaUnavailableError(f"{left} schema records were not acknowledged within {STARTUP_TIMEOUT_SEC} s")
+        raise KafkaUnavailableError(
+            f"{left} schema records were not acknowledged within {STARTUP_TIMEOUT_SEC} s"
+        )
 
 
 def headers_of(event: Event, traceparent: str | None = None) -> list[tuple[str, bytes]]:
@@ -165,14 +167,20 @@ class DeliveryError(RuntimeError):
 class EventWriter:
     """Writes source events outside transactions; every failure surfaces at the next `write` or at `flush`."""
 
-    def __init__(self, settings: Settings, codec: Codec | None = None, producer: Producer | None = None) -> None:
+    def __init__(
+        self, settings: Settings, codec: Codec | None = None, producer: Producer | None = None
+    ) -> None:
         self._settings = settings
         self._codec = codec or make_codec(settings)
         self._producer = producer or make_producer(settings)
         self._error: DeliveryError | None = None
 
     def write(
-        self, event: Event, *, traceparent: str | None = None, on_ack: Callable[[Exception | None], None] | None = None
+        self,
+        event: Event,
+        *,
+        traceparent: str | None = None,
+        on_ack: Callable[[Exception | None], None] | None = None,
     ) -> None:
         """Queue an event. `on_ack` is called from `poll`/`flush` with None, or with the error.
 
@@ -181,7 +189,9 @@ class EventWriter:
         self._raise_pending()
 
         def done(error: KafkaError | None, _: Message) -> None:
-            failure = DeliveryError(f"{type(event).__name__} {event.event_id}: {error.str()}") if error else None
+            failure = (
+                DeliveryError(f"{type(event).__name__} {event.event_id}: {error.str()}") if error else None
+            )
             if on_ack is not None:
                 on_ack(failure)
             elif failure is not None:
@@ -191,7 +201,11 @@ class EventWriter:
         while True:
             try:
                 self._producer.produce(
-                    topic, key=event.key.encode(), value=value, headers=headers_of(event, traceparent), on_delivery=done
+                    topic,
+                    key=event.key.encode(),
+                    value=value,
+                    headers=headers_of(event, traceparent),
+                    on_delivery=done,
                 )
                 break
             except BufferError:  # the queue is full: wait for the broker, never drop
@@ -241,17 +255,21 @@ def end_offsets(settings: Settings, topics: tuple[str, ...]) -> Mapping[tuple[st
 
 
 def read_topic(
-    settings: Settings,
-    name: str,
-    *,
-    follow: bool = False,
-    from_end: bool = False,
-    should_stop: Callable[[], bool] = lambda: False,
+    settings: Settings, name: str, *, follow: bool = False, should_stop: Callable[[], bool] = lambda: False
 ) -> Iterator[Message]:
-    """The records of a catalogue topic, partition by partition in order; ends at the high watermarks unless `follow`.
+    """The records of a catalogue topic, in order within a partition; ends at the high watermarks unless `follow`.
 
     Raises KafkaUnavailableError when the topic does not exist or the cluster does not answer.
     """
+    for message in read_topic_marking_end(settings, name, follow=follow, should_stop=should_stop):
+        if message is not None:
+            yield message
+
+
+def read_topic_marking_end(
+    settings: Settings, name: str, *, follow: bool = False, should_stop: Callable[[], bool] = lambda: False
+) -> Iterator[Message | None]:
+    """As `read_topic`, with one None where everything that was there at the start has been read."""
     check_cluster(settings)
     consumer = make_consumer(settings, group="reader")
     try:
@@ -260,18 +278,22 @@ def read_topic(
         if meta.error is not None:
             raise KafkaUnavailableError(f"topic {real} does not exist; `rollstream up` creates it")
         ends: dict[int, int] = {}
-        positions: dict[int, int] = {}
+        starts: dict[int, int] = {}
         for partition in meta.partitions:
-            low, high = consumer.get_watermark_offsets(TopicPartition(real, partition), timeout=STARTUP_TIMEOUT_SEC)
-            ends[partition], positions[partition] = high, high if from_end else low
-        consumer.assign([TopicPartition(real, p, offset) for p, offset in positions.items()])
+            tp = TopicPartition(real, partition)
+            starts[partition], ends[partition] = consumer.get_watermark_offsets(
+                tp, timeout=STARTUP_TIMEOUT_SEC
+            )
+        consumer.assign([TopicPartition(real, p, offset) for p, offset in starts.items()])
+        caught_up = False
         while not should_stop():
             for message in consumer.consume(500, 0.2):
                 if message.error() is None:
                     yield message
-            if not follow and all(
-                reached >= ends[p] for p, reached in _positions(consumer, real, positions).items()
-            ):
+            if not caught_up and all(at >= ends[p] for p, at in _positions(consumer, real, starts).items()):
+                caught_up = True
+                yield None
+            if caught_up and not follow:
                 return
     finally:
         consumer.close()

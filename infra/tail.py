@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from infra.kafka import header_type, make_codec, read_topic
+from infra.kafka import header_type, make_codec, read_topic_marking_end
 from infra.settings import Settings
 from schemas.base import EVENTS, Event
-from schemas.codec import CodecError
+from schemas.codec import Codec, CodecError
 from schemas.packing import unpack_floats, unpack_ints
-from schemas.topics import BY_NAME
+from schemas.topics import BY_NAME, SCHEMAS_TOPIC
 
 INT_FIELDS = frozenset({"prompt_delta_ids", "sampled_ids", "ids", "canary_ids"})
 FLOAT_FIELDS = frozenset({"logprobs", "canary_logprobs"})
@@ -56,27 +56,37 @@ def tail_topic(
             raise ValueError(f"unknown event type {name!r}; on {topic}: {', '.join(BY_NAME[topic].events)}")
     codec = make_codec(settings)
 
-    def matching(*, live: bool) -> Iterator[str]:
-        for message in read_topic(settings, topic, follow=live, from_end=live):
-            value = message.value()
-            if types and header_type(message.headers()) not in types:
-                continue
-            if key and (message.key() or b"").decode("utf-8", "replace") != key:
-                continue
-            if value is None:
-                continue
-            if topic == "schemas":
-                yield value.decode()
-                continue
-            try:
-                event = codec.decode(value)
-            except CodecError as exc:
-                yield json.dumps({"undecodable": str(exc), "partition": message.partition(), "offset": message.offset()})
-                continue
-            if not run or event.run_id == run:
-                yield event_json(event)
+    recent: deque[str] = deque(maxlen=num or None)
+    live = False
+    for message in read_topic_marking_end(settings, topic, follow=follow):
+        if message is None:  # everything that was there at the start has been read
+            live = True
+            yield from recent
+            recent.clear()
+            continue
+        line = _line(codec, message, topic, types, run, key)
+        if line is None:
+            continue
+        if live:
+            yield line
+        else:
+            recent.append(line)
+    yield from recent
 
-    if num or not follow:
-        yield from deque(matching(live=False), maxlen=num or None)
-    if follow:
-        yield from matching(live=True)
+
+def _line(codec: Codec, message: Any, topic: str, types: list[str], run: str, key: str) -> str | None:
+    """The JSON line of a record, or None when it does not match."""
+    value = message.value()
+    if value is None or (types and header_type(message.headers()) not in types):
+        return None
+    if key and (message.key() or b"").decode("utf-8", "replace") != key:
+        return None
+    if topic == SCHEMAS_TOPIC:
+        return str(value.decode())
+    try:
+        event = codec.decode(value)
+    except CodecError as exc:
+        return json.dumps(
+            {"undecodable": str(exc), "partition": message.partition(), "offset": message.offset()}
+        )
+    return event_json(event) if not run or event.run_id == run else None

@@ -112,7 +112,9 @@ def load_schema(name: str, version: int) -> Schema:
 
 def load_all_versions(name: str) -> dict[int, Schema]:
     """Every checked-in version of an event's schema, oldest first."""
-    versions = sorted(int(p.name.split(".v")[1].removesuffix(".avsc")) for p in AVRO_DIR.glob(f"{name}.v*.avsc"))
+    versions = sorted(
+        int(p.name.split(".v")[1].removesuffix(".avsc")) for p in AVRO_DIR.glob(f"{name}.v*.avsc")
+    )
     return {v: load_schema(name, v) for v in versions}
 
 

@@ -100,7 +100,11 @@ class Codec:
             for schema in versions.values():
                 self._readers[fingerprint(schema)] = _Reader(schema, newest, cls)
             body_schema = fastavro.parse_schema(copy.deepcopy(_plain(newest)))
-            self._writers[cls] = (SINGLE_OBJECT_MAGIC + fingerprint(newest), body_schema, to_record_function(cls))
+            self._writers[cls] = (
+                SINGLE_OBJECT_MAGIC + fingerprint(newest),
+                body_schema,
+                to_record_function(cls),
+            )
 
     # -- writing
 
@@ -153,7 +157,9 @@ class Codec:
         reader = self._by_id.get(schema_id)
         if reader is None:
             if self._registry is None:
-                raise UnknownSchemaError(f"schema id {schema_id}: set schema_registry.url to read Confluent framing")
+                raise UnknownSchemaError(
+                    f"schema id {schema_id}: set schema_registry.url to read Confluent framing"
+                )
             reader = self.add_schema(self._registry.schema_of(schema_id))
             self._by_id[schema_id] = reader
         return reader

@@ -40,7 +40,7 @@ class Topic:
     @property
     def events(self) -> tuple[str, ...]:
         """Names of the events written to it."""
-        return tuple(name for name, cls in EVENTS.items() if cls.TOPIC == self.name)
+        return tuple(name for name, cls in EVENTS.items() if self.name == cls.TOPIC)
 
 
 CATALOGUE: tuple[Topic, ...] = (

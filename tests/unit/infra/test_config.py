@@ -63,7 +63,9 @@ def test_unreadable_file_and_bad_set(tmp_path: Path) -> None:
 
 
 def test_tables_lists_and_secrets(tmp_path: Path) -> None:
-    path = write(tmp_path, "[kafka.client]\n'sasl.password' = 'hush'\n[train]\nconversations = ['main', 'subagent']\n")
+    path = write(
+        tmp_path, "[kafka.client]\n'sasl.password' = 'hush'\n[train]\nconversations = ['main', 'subagent']\n"
+    )
     resolved = load_settings(path, ["kafka.client.security.protocol=SASL_SSL", "clickhouse.password=pw"], {})
     assert resolved.settings.kafka.client == {"sasl.password": "hush", "security.protocol": "SASL_SSL"}
     assert resolved.settings.train.conversations == ("main", "subagent")
@@ -73,7 +75,7 @@ def test_tables_lists_and_secrets(tmp_path: Path) -> None:
 
 
 def test_dump_is_a_run_file_that_loads_back(tmp_path: Path) -> None:
-    settings = load_settings(None, ["train.lr=3e-4", "run.name=a \"b\""], {}).settings
+    settings = load_settings(None, ["train.lr=3e-4", 'run.name=a "b"'], {}).settings
     path = write(tmp_path, dump_toml(settings))
     assert load_settings(path, environ={}).settings == settings
     assert set(tomllib.loads(path.read_text())) == {name.split(".")[0] for name in KEYS}

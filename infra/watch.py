@@ -1,0 +1,138 @@
+"""What a person sees while a run goes on, and afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from infra.settings import Settings
+
+#: Seconds between two looks at the views.
+REFRESH_SEC = 2.0
+PLAIN_SEC = 10.0
+
+
+def _status_or_note(settings: Settings) -> tuple[Any, RenderableType]:
+    """(status, what to show); while the sink has not made the views yet, (None, a note)."""
+    from consumers.cli_views import render_status
+    from consumers.clickhouse.queries import QueryError, fetch_status
+
+    try:
+        status = fetch_status(settings, settings.run.id)
+    except QueryError as exc:
+        return None, Text(f"waiting for the views: {exc}", style="dim")
+    return status, render_status(status)
+
+
+class Progress:
+    """Redraws the live table (on a terminal), or prints a line now and then."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        console: Console,
+        *,
+        plain: bool,
+        extra: Callable[[], RenderableType] | None = None,
+    ) -> None:
+        self._settings, self._console, self._extra = settings, console, extra
+        self._plain = plain or not console.is_terminal
+        self._next = 0.0
+        self._last = ""
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        if not self._plain:
+            self._live = Live(Text("starting"), console=self._console, auto_refresh=False, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tick(force=True)
+        if self._live is not None:
+            self._live.stop()
+
+    def tick(self, *, force: bool = False) -> None:
+        """Look again when it is time."""
+        now = time.monotonic()
+        if now < self._next and not force:
+            return
+        self._next = now + (PLAIN_SEC if self._plain else REFRESH_SEC)
+        status, shown = _status_or_note(self._settings)
+        if self._live is not None:
+            self._live.update(Group(shown, self._extra()) if self._extra else shown, refresh=True)
+            return
+        from consumers.cli_views import status_line
+
+        line = status_line(status) if status is not None else str(shown)
+        if line != self._last:
+            self._last = line
+            self._console.print(line, highlight=False, soft_wrap=True)
+
+
+def drive(settings: Settings, *, workers: int, plain: bool, console: Console) -> tuple[bool, str]:
+    """Run the services until the run ends or a signal comes; returns (finished, run id)."""
+    from infra.cli import install_stop_signals
+    from infra.run import Run
+
+    stop = install_stop_signals()
+    run = Run(settings, workers=workers)
+    run_id = str(run.identity.run_id)
+    console.print(f"{'resuming' if run.identity.resumed else 'starting'} run [bold]{run_id}[/]")
+    finished = False
+    failure: Exception | None = None
+    run.start()
+    try:
+        with Progress(run.settings, console, plain=plain) as progress:
+            finished = run.wait(stop.is_set, progress.tick)
+            if finished:
+                run.wait_for_sink()
+    except Exception as exc:
+        failure = exc
+        raise
+    finally:
+        if not finished:
+            console.print("stopping: services drain, the log keeps everything")
+        outcome = None if finished else ("failed" if failure else "stopped")
+        run.stop(outcome=outcome, detail=str(failure or ""))
+    return finished, run_id
+
+
+def show_status(settings: Settings, console: Console, *, watch: bool, as_json: bool) -> None:
+    """`rollstream status`. Raises QueryError when the views are not there."""
+    from consumers.clickhouse.queries import fetch_status
+
+    if as_json:
+        status = fetch_status(settings, settings.run.id)
+        sys.stdout.write(json.dumps(dataclasses.asdict(status), default=str) + "\n")
+        return
+    if not watch:
+        console.print(_status_or_note(settings)[1])
+        return
+    from infra.cli import install_stop_signals
+
+    stop = install_stop_signals()
+    with Progress(settings, console, plain=False) as progress:
+        while not stop.wait(0.2):
+            progress.tick()
+
+
+def show_trace(settings: Settings, trial: str, console: Console, *, text: bool, as_json: bool) -> None:
+    """`rollstream trace`. Raises QueryError when no such trial is known."""
+    from consumers.cli_views import render_trace
+    from consumers.clickhouse.queries import fetch_trace
+
+    found = fetch_trace(settings, trial)
+    if as_json:
+        sys.stdout.write(json.dumps(dataclasses.asdict(found), default=str) + "\n")
+        return
+    tokenizer = settings.policy.path if text and settings.policy.path else None
+    console.print(render_trace(found, tokenizer) if tokenizer else render_trace(found))
