@@ -5,7 +5,6 @@ TOOLS := .tools
 UV ?= $(TOOLS)/uv
 export UV_PROJECT_ENVIRONMENT := .venv
 export UV_PYTHON_DOWNLOADS := never
-export UV_LINK_MODE ?= copy
 # Installed packages are compiled once at set-up; without this each process would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin

@@ -65,5 +65,7 @@ def install(directory: Path) -> Path:
 
 if __name__ == "__main__":
     if sys.version_info < (3, 11):  # noqa: UP036 - this file runs before anything checks the version
-        raise SystemExit(f"Python 3.11 or newer is needed, this is {platform.python_version()}; set PYTHON=/path/to/python3")
+        raise SystemExit(
+            f"Python 3.11 or newer is needed, this is {platform.python_version()}; set PYTHON=/path/to/python3"
+        )
     install(Path(sys.argv[1]))

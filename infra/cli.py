@@ -147,9 +147,7 @@ def serve(
         run_service(settings, service, instance, parent)
 
 
-@app.command(
-    epilog="Example: rollstream tail model-calls --follow --type ModelCallCompleted | jq .sampled_ids"
-)
+@app.command(epilog="Example: rollstream tail model-calls --follow --type ModelCallCompleted | jq .sampled_ids")
 def tail(
     topic: Annotated[str, typer.Argument(help="Topic of the catalogue, e.g. offers, model-calls, steps.")],
     config: ConfigOption = None,
@@ -158,9 +156,7 @@ def tail(
     num: Annotated[int, typer.Option("--num", "-n", help="Show the last N events (0: all).")] = 10,
     type_: Annotated[list[str] | None, typer.Option("--type", "-t", help="Only these event types.")] = None,
     run: Annotated[str, typer.Option("--run", "-r", help="Only this run.")] = "",
-    key: Annotated[
-        str, typer.Option("--key", "-k", help="Only this key (a trial id, for most topics).")
-    ] = "",
+    key: Annotated[str, typer.Option("--key", "-k", help="Only this key (a trial id, for most topics).")] = "",
 ) -> None:
     """Print the events of a topic as JSON lines, packed arrays expanded."""
     from infra.tail import tail_topic
@@ -254,9 +250,7 @@ def config_show(
         return
     table = Table("key", "value", "origin", "what it is", box=None, pad_edge=False)
     for name, value, origin, doc in resolved.rows():
-        table.add_row(
-            name, str(value), origin if origin == "default" else f"[bold]{origin}[/]", f"[dim]{doc}[/]"
-        )
+        table.add_row(name, str(value), origin if origin == "default" else f"[bold]{origin}[/]", f"[dim]{doc}[/]")
     out.print(table)
 
 
@@ -267,9 +261,7 @@ def demo(
     long: Annotated[bool, typer.Option("--long", help="The longer recipe.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the pool, the policy and the run.")] = 0,
     plain: Annotated[bool, typer.Option(help="Log lines instead of the live table.")] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Only verify the demo's last run against the log.")
-    ] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Only verify the demo's last run against the log.")] = False,
 ) -> None:
     """Make a task pool and a tiny policy, train it on real harness trials, show the curve. Resumes after Ctrl-C."""
     from infra.demo.demo import run_demo, verify_demo
@@ -277,9 +269,7 @@ def demo(
     configure_logging(json_lines=False)
     with user_errors():
         if verify:
-            raise typer.Exit(
-                min(1, verify_demo(out, config=config, overrides=set_ or [], long=long, seed=seed))
-            )
+            raise typer.Exit(min(1, verify_demo(out, config=config, overrides=set_ or [], long=long, seed=seed)))
         code = run_demo(out, config=config, overrides=set_ or [], long=long, seed=seed, plain=plain)
     raise typer.Exit(code)
 

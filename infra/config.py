@@ -200,7 +200,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such run file; `rollstream config show` prints every key to start from") from None
+        raise ConfigError(
+            f"{path}: no such run file; `rollstream config show` prints every key to start from"
+        ) from None
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{path}: cannot be read: {exc}") from exc
     except tomllib.TOMLDecodeError as exc:

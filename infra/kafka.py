@@ -134,9 +134,7 @@ def _publish_schemas(settings: Settings) -> None:
         producer.produce(topic_name(settings, SCHEMAS_TOPIC), key=key, value=value)
     left = producer.flush(STARTUP_TIMEOUT_SEC)
     if left:
-        raise KafkaUnavailableError(
-            f"{left} schema records were not acknowledged within {STARTUP_TIMEOUT_SEC} s"
-        )
+        raise KafkaUnavailableError(f"{left} schema records were not acknowledged within {STARTUP_TIMEOUT_SEC} s")
 
 
 def headers_of(event: Event, traceparent: str | None = None) -> list[tuple[str, bytes]]:
@@ -167,9 +165,7 @@ class DeliveryError(RuntimeError):
 class EventWriter:
     """Writes source events outside transactions; every failure surfaces at the next `write` or at `flush`."""
 
-    def __init__(
-        self, settings: Settings, codec: Codec | None = None, producer: Producer | None = None
-    ) -> None:
+    def __init__(self, settings: Settings, codec: Codec | None = None, producer: Producer | None = None) -> None:
         self._settings = settings
         self._codec = codec or make_codec(settings)
         self._producer = producer or make_producer(settings)
@@ -189,9 +185,7 @@ class EventWriter:
         self._raise_pending()
 
         def done(error: KafkaError | None, _: Message) -> None:
-            failure = (
-                DeliveryError(f"{type(event).__name__} {event.event_id}: {error.str()}") if error else None
-            )
+            failure = DeliveryError(f"{type(event).__name__} {event.event_id}: {error.str()}") if error else None
             if on_ack is not None:
                 on_ack(failure)
             elif failure is not None:
@@ -281,9 +275,7 @@ def read_topic_marking_end(
         starts: dict[int, int] = {}
         for partition in meta.partitions:
             tp = TopicPartition(real, partition)
-            starts[partition], ends[partition] = consumer.get_watermark_offsets(
-                tp, timeout=STARTUP_TIMEOUT_SEC
-            )
+            starts[partition], ends[partition] = consumer.get_watermark_offsets(tp, timeout=STARTUP_TIMEOUT_SEC)
         consumer.assign([TopicPartition(real, p, offset) for p, offset in starts.items()])
         caught_up = False
         while not should_stop():

@@ -30,6 +30,8 @@ def configure_logging(service: str = "", *, json_lines: bool | None = None) -> N
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=True,
     )
-    logging.basicConfig(stream=sys.stderr, level=max(level, logging.WARNING), format="%(name)s: %(message)s", force=True)
+    logging.basicConfig(
+        stream=sys.stderr, level=max(level, logging.WARNING), format="%(name)s: %(message)s", force=True
+    )
     if service:
         structlog.contextvars.bind_contextvars(service=service)

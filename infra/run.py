@@ -148,9 +148,7 @@ class Run:
         if outcome is None:
             return
         steps = [
-            e
-            for e in read_events(self.settings, "steps", types=(StepCompleted,))
-            if e.run_id == self.identity.run_id
+            e for e in read_events(self.settings, "steps", types=(StepCompleted,)) if e.run_id == self.identity.run_id
         ]
         writer = EventWriter(self.settings)
         writer.write(

@@ -31,9 +31,11 @@ class KafkaSection:
     topic_prefix: Annotated[str, "Put before every topic, group and transactional id"] = ""
     partitions: Annotated[int, "Partitions of the topics keyed by trial"] = 4
     replication: Annotated[int, "Replication factor of created topics"] = 1
-    share_groups: Annotated[str, "auto | on | off: hand out trials through a share group (broker 4.2 or newer)"] = "auto"
-    client: Annotated[dict[str, str], "Further librdkafka properties for every client (security.protocol, ...)"] = field(
-        default_factory=dict
+    share_groups: Annotated[str, "auto | on | off: hand out trials through a share group (broker 4.2 or newer)"] = (
+        "auto"
+    )
+    client: Annotated[dict[str, str], "Further librdkafka properties for every client (security.protocol, ...)"] = (
+        field(default_factory=dict)
     )
 
 
@@ -80,7 +82,9 @@ class ScheduleSection:
     max_staleness: Annotated[int, "Policy versions a sampled token may lag behind the one being trained"] = 1
     min_admitted: Annotated[int, "A group with fewer admitted trials is dropped"] = 2
     max_attempts: Annotated[int, "Attempts per trial before it ends as lost"] = 3
-    validate_every: Annotated[int, "Validation pass every N steps (and before the first and after the last); 0: never"] = 0
+    validate_every: Annotated[
+        int, "Validation pass every N steps (and before the first and after the last); 0: never"
+    ] = 0
     validation_tasks: Annotated[int, "Held-out tasks per pass, from the start of the set; 0: all"] = 0
     validation_final_tasks: Annotated[int, "The same for the first and the last pass; 0: as validation_tasks"] = 0
 
@@ -136,7 +140,9 @@ class AdmissionSection:
     """[admission]"""
 
     table: Annotated[str, "Version of the admission table"] = "v1"
-    overrides: Annotated[dict[str, str], "termination reason -> keep | mask | zero_reward"] = field(default_factory=dict)
+    overrides: Annotated[dict[str, str], "termination reason -> keep | mask | zero_reward"] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,9 @@ class TrainSection:
     clip_high: Annotated[float, "Upper clip: 1 + clip_high"] = 4e-4
     kl_coef: Annotated[float, "Coefficient of the k3 KL to the reference policy"] = 1e-3
     entropy_coef: Annotated[float, "Coefficient of the entropy bonus"] = 0.0
-    importance_correction: Annotated[str, "off | token: truncated token-level correction of the rollout's log-probs"] = "off"
+    importance_correction: Annotated[
+        str, "off | token: truncated token-level correction of the rollout's log-probs"
+    ] = "off"
     routing_replay: Annotated[bool, "Train with the experts recorded at rollout (R3)"] = True
     micro_batch_tokens: Annotated[int, "Padded tokens of one forward pass"] = 8192
     conversations: Annotated[tuple[str, ...], "Conversation kinds that are trained"] = ("main",)

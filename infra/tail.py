@@ -86,7 +86,5 @@ def _line(codec: Codec, message: Any, topic: str, types: list[str], run: str, ke
     try:
         event = codec.decode(value)
     except CodecError as exc:
-        return json.dumps(
-            {"undecodable": str(exc), "partition": message.partition(), "offset": message.offset()}
-        )
+        return json.dumps({"undecodable": str(exc), "partition": message.partition(), "offset": message.offset()})
     return event_json(event) if not run or event.run_id == run else None

@@ -78,9 +78,7 @@ def _record(cls: type, seen: set[str]) -> Schema:
         if logical:
             avro = {"type": avro, "logicalType": logical}
         entry: Schema = {"name": field.name, "type": avro, "doc": doc}
-        has_default = (
-            field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        )
+        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if has_default:
             entry["default"] = _default(field)
         elif isinstance(avro, list):
@@ -112,9 +110,7 @@ def load_schema(name: str, version: int) -> Schema:
 
 def load_all_versions(name: str) -> dict[int, Schema]:
     """Every checked-in version of an event's schema, oldest first."""
-    versions = sorted(
-        int(p.name.split(".v")[1].removesuffix(".avsc")) for p in AVRO_DIR.glob(f"{name}.v*.avsc")
-    )
+    versions = sorted(int(p.name.split(".v")[1].removesuffix(".avsc")) for p in AVRO_DIR.glob(f"{name}.v*.avsc"))
     return {v: load_schema(name, v) for v in versions}
 
 

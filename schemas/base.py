@@ -23,9 +23,7 @@ class Event:
 
     event_id: Annotated[EventId, "UUIDv7 of a source event, deterministic UUIDv8 of a derived one"]
     run_id: Annotated[RunId, "The run this fact belongs to"]
-    occurred_at: Annotated[
-        int, "When the fact happened: milliseconds since the Unix epoch, UTC", "timestamp-millis"
-    ]
+    occurred_at: Annotated[int, "When the fact happened: milliseconds since the Unix epoch, UTC", "timestamp-millis"]
     producer: Annotated[str, "Service that wrote it, e.g. proxy/0 or assembly"]
 
     @property

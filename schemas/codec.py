@@ -157,9 +157,7 @@ class Codec:
         reader = self._by_id.get(schema_id)
         if reader is None:
             if self._registry is None:
-                raise UnknownSchemaError(
-                    f"schema id {schema_id}: set schema_registry.url to read Confluent framing"
-                )
+                raise UnknownSchemaError(f"schema id {schema_id}: set schema_registry.url to read Confluent framing")
             reader = self.add_schema(self._registry.schema_of(schema_id))
             self._by_id[schema_id] = reader
         return reader

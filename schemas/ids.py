@@ -31,13 +31,7 @@ def make_event_id(at_ms: int | None = None) -> EventId:
     """A UUIDv7 for a fact that happened at `at_ms` (default: now)."""
     millis = now_ms() if at_ms is None else at_ms
     rand = int.from_bytes(os.urandom(10), "big")
-    value = (
-        (millis & (2**48 - 1)) << 80
-        | 0x7 << 76
-        | (rand >> 68 & 0xFFF) << 64
-        | 0b10 << 62
-        | rand & (2**62 - 1)
-    )
+    value = (millis & (2**48 - 1)) << 80 | 0x7 << 76 | (rand >> 68 & 0xFFF) << 64 | 0b10 << 62 | rand & (2**62 - 1)
     return EventId(str(uuid.UUID(int=value)))
 
 

@@ -42,9 +42,7 @@ def _nested(cls: type) -> dict[str, tuple[str, Any]]:
 def to_record_function(cls: type) -> Callable[[Any], dict[str, Any]]:
     """A function from an instance of `cls` to a dict that fastavro writes."""
     nested = [
-        (name, kind, to_record_function(inner))
-        for name, (kind, inner) in _nested(cls).items()
-        if inner is not None
+        (name, kind, to_record_function(inner)) for name, (kind, inner) in _nested(cls).items() if inner is not None
     ]
     if not nested:
         return lambda obj: obj.__dict__  # type: ignore[no-any-return]
@@ -64,8 +62,7 @@ def to_record_function(cls: type) -> Callable[[Any], dict[str, Any]]:
 
 def _builder(cls: type) -> Callable[[dict[str, Any]], Any]:
     nested = [
-        (name, kind, _builder(inner) if inner is not None else None)
-        for name, (kind, inner) in _nested(cls).items()
+        (name, kind, _builder(inner) if inner is not None else None) for name, (kind, inner) in _nested(cls).items()
     ]
     new = cls.__new__
 

@@ -55,9 +55,7 @@ def write_png(curve: Curve, path: Path) -> None:
     if curve.evaluations:
         steps, rates, counts = zip(*curve.evaluations, strict=True)
         errors = [standard_error(r, n) for r, n in zip(rates, counts, strict=True)]
-        axes.errorbar(
-            steps, rates, yerr=errors, fmt="o-", color=HELD_OUT_COLOUR, capsize=3, label="held-out tasks"
-        )
+        axes.errorbar(steps, rates, yerr=errors, fmt="o-", color=HELD_OUT_COLOUR, capsize=3, label="held-out tasks")
     axes.set(xlabel="policy update", ylabel="solve rate at temperature 1", title=curve.title, ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False)

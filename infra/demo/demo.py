@@ -60,9 +60,7 @@ def prepare(settings: Settings, console: Console) -> None:
     size = PoolSize()
     pool = Path(settings.tasks.train).parent
     begun = time.monotonic()
-    with console.status(
-        "making the task pool: small repositories, each with a real bug and tests that were run"
-    ):
+    with console.status("making the task pool: small repositories, each with a real bug and tests that were run"):
         info = make_demo_pool(pool, settings.run.seed, size.num_train, size.num_held_out, size.num_sft)
     console.print(f"task pool    {info}  [dim]{time.monotonic() - begun:.0f} s[/]", highlight=False)
     begun = time.monotonic()
@@ -108,9 +106,7 @@ def report(settings: Settings, console: Console) -> dict[str, Any]:
         f"WHERE run_id = '{settings.run.id}' AND purpose = 'train' ORDER BY step",
     )
     evaluations = [(int(e["step"]), float(e["rate"]), int(e["n"])) for e in summary["evaluations"]]
-    curve = Curve(
-        f"{settings.run.name}: {settings.run.id}", evaluations, [(int(s), float(r)) for s, r in rows]
-    )
+    curve = Curve(f"{settings.run.name}: {settings.run.id}", evaluations, [(int(s), float(r)) for s, r in rows])
     (target / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n")
     write_png(curve, target / "curve.png")
     write_html(curve, target / "curve.html")
@@ -160,9 +156,7 @@ def print_next_steps(console: Console, settings: Settings, run_id: str) -> None:
     )
 
 
-def verify_demo(
-    console: Console, *, config: Path | None, overrides: Sequence[str], long: bool, seed: int
-) -> int:
+def verify_demo(console: Console, *, config: Path | None, overrides: Sequence[str], long: bool, seed: int) -> int:
     """Verify the newest demo run of this data directory; returns the number of differences."""
     from infra.local.stack import down, stack_status, up
     from infra.verify import verify_run

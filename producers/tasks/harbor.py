@@ -8,9 +8,9 @@ Layout of a task (Harbor's, schema 1.4):
     tests/                  hidden tests, and test.sh which leaves the reward in /logs/verifier/reward.txt
     solution/               gold.patch and solve.sh
 
-`[metadata]` carries what Harbor leaves free: `task_set`, and test ids in `fail_to_pass` and `pass_to_pass`. A test id
-is a pytest node id relative to the repository root once `tests/` has been laid over `<repo>/tests/`, e.g.
-`tests/test_ops.py::test_above_cup`.
+`[metadata]` carries what Harbor leaves free: `task_set`, and test ids in `fail_to_pass` and `pass_to_pass`. A
+test id is a pytest node id relative to the repository root once `tests/` has been laid over `<repo>/tests/`,
+e.g. `tests/test_ops.py::test_above_cup`.
 """
 
 from __future__ import annotations

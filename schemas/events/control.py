@@ -88,12 +88,8 @@ class DeadLettered(Event):
     original_topic: Annotated[str, "Topic it was read from"]
     original_partition: Annotated[int, "Partition it was read from"]
     original_offset: Annotated[int, "Offset it was read from"]
-    original_timestamp_ms: Annotated[
-        int, "Record timestamp, milliseconds since the Unix epoch", "timestamp-millis"
-    ]
-    original_key: Annotated[
-        str, "Record key, decoded as UTF-8 with replacement (empty when the record had none)"
-    ]
+    original_timestamp_ms: Annotated[int, "Record timestamp, milliseconds since the Unix epoch", "timestamp-millis"]
+    original_key: Annotated[str, "Record key, decoded as UTF-8 with replacement (empty when the record had none)"]
     original_key_bytes: Annotated[bytes | None, "Record key"] = None
     original_value: Annotated[bytes | None, "Record value"] = None
     original_headers: Annotated[dict[str, bytes], "Record headers"] = field(default_factory=dict)

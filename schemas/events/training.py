@@ -81,12 +81,8 @@ class FidelitySummary:
     k3_kl: Annotated[float, "k3 estimate of KL(rollout || train), nats per token"]
     ess: Annotated[float, "Effective sample size of the per-token importance weights, as a share of tokens"]
     histogram: Annotated[tuple[int, ...], "Counts of |dlogp| by decade: <1e-7, <1e-6, ... <1e0, >=1"]
-    replay_overlap: Annotated[
-        float | None, "Mean share of replayed experts that the model itself would choose"
-    ]
-    replay_top1_agreement: Annotated[
-        float | None, "Share of rows whose first expert is the model's own first choice"
-    ]
+    replay_overlap: Annotated[float | None, "Mean share of replayed experts that the model itself would choose"]
+    replay_top1_agreement: Annotated[float | None, "Share of rows whose first expert is the model's own first choice"]
     replay_coverage: Annotated[float | None, "Share of token rows with recorded routing"]
 
 
@@ -157,9 +153,7 @@ class PolicyPublished(Event):
     files: Annotated[tuple[FileDigest, ...], "The manifest"]
     manifest_sha256: Annotated[str, "Digest of the manifest, hex"]
     canary_ids: Annotated[bytes, "A fixed prompt [N]: int32, little endian"]
-    canary_logprobs: Annotated[
-        bytes, "The learner's log-probabilities of its tokens 1..N-1: float32, little endian"
-    ]
+    canary_logprobs: Annotated[bytes, "The learner's log-probabilities of its tokens 1..N-1: float32, little endian"]
     dtype: Annotated[str, "float32 | bfloat16"] = "float32"
 
 

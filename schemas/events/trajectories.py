@@ -27,9 +27,7 @@ class Segment:
     conversation_id: Annotated[ConversationId, "The conversation"]
     ids: Annotated[bytes, "Token ids [T]: int32, little endian"]
     mask: Annotated[bytes, "[T] uint8: 1 = sampled by the policy in a recorded call and trained here"]
-    logprobs: Annotated[
-        bytes, "Rollout log-probabilities [T]: float32, little endian; meaningful where valid"
-    ]
+    logprobs: Annotated[bytes, "Rollout log-probabilities [T]: float32, little endian; meaningful where valid"]
     logprob_valid: Annotated[bytes, "Bit i (least significant first) is 1 when logprobs[i] was reported"]
     version_spans: Annotated[
         tuple[VersionSpan, ...], "Policy version of the sampled tokens, by position in the segment"
@@ -56,9 +54,7 @@ class TrajectoryAssembled(Event):
     task_id: Annotated[TaskId, "Its task"]
     purpose: Annotated[str, "train | validation"]
     attempt: Annotated[int, "The winning attempt"]
-    termination_reason: Annotated[
-        str, "As in TrialFinished; capture_broken when calls are missing or do not fit"
-    ]
+    termination_reason: Annotated[str, "As in TrialFinished; capture_broken when calls are missing or do not fit"]
     trial_finished_event_id: Annotated[EventId, "The TrialFinished it was made from"]
     reward_event_id: Annotated[EventId | None, "The grade that belongs to it"]
     policy_version: Annotated[int, "Policy version at the group's offer"]

@@ -130,20 +130,14 @@ class AttemptFinished(Event):
     verifier_timed_out: Annotated[bool, "The verify stage hit its wall limit"]
     verifier_ok: Annotated[bool, "The verifier ran to its end and gave a grade"]
     capture_ok: Annotated[bool, "The proxy closed the session with every call acknowledged by the log"]
-    num_calls: Annotated[
-        int | None, "Model calls recorded for this attempt (completed and failed); null when unknown"
-    ]
+    num_calls: Annotated[int | None, "Model calls recorded for this attempt (completed and failed); null when unknown"]
     num_failed_calls: Annotated[int | None, "Of these, calls that failed on the inference side"]
     num_sampled_tokens: Annotated[int | None, "Tokens the policy sampled in this attempt"]
-    num_parser_failures: Annotated[
-        int | None, "Replies in which a tool call was begun and could not be parsed"
-    ]
+    num_parser_failures: Annotated[int | None, "Replies in which a tool call was begun and could not be parsed"]
     context_overflow: Annotated[bool, "A call was refused because the context was full"]
     length_stop: Annotated[bool, "The last reply ended at the token limit"]
     reward_event_id: Annotated[EventId | None, "The RewardGraded of this attempt"]
-    diff: Annotated[
-        bytes | None, "The agent's change as a git patch, filtered; kept so that it can be graded again"
-    ]
+    diff: Annotated[bytes | None, "The agent's change as a git patch, filtered; kept so that it can be graded again"]
     diff_sha256: Annotated[str | None, "Digest of the patch, hex"]
     detail: Annotated[str, "Anything a person should read"] = ""
 
@@ -190,9 +184,7 @@ class RewardGraded(Event):
     trial_id: Annotated[TrialId, "The trial"]
     attempt: Annotated[int, "The attempt"]
     task_id: Annotated[TaskId, "Its task"]
-    reward: Annotated[
-        float, "1.0 when every required test passed, else 0.0, unless the task defines otherwise"
-    ]
+    reward: Annotated[float, "1.0 when every required test passed, else 0.0, unless the task defines otherwise"]
     tests: Annotated[tuple[TestResult, ...], "Per-test results"]
     grader_id: Annotated[str, "Name of the grader"]
     grader_digest: Annotated[str, "Digest of the grader's code and of the task's tests, hex"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -29,7 +29,15 @@ class Record:
     @property
     def event_type(self) -> str | None:
         """The event type in the headers, readable without decoding."""
-        return next((v.decode("utf-8", "replace") for k, v in self.headers if k == HEADER_TYPE), None)
+        kind = self.header(HEADER_TYPE)
+        return None if kind is None else kind.decode("utf-8", "replace")
+
+    def header(self, name: str) -> bytes | None:
+        """The first header of that name."""
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
 
 
 class Stage(Protocol[S]):
@@ -62,38 +70,50 @@ class StepResult(Generic[S]):
 
     state: S
     outputs: list[Event] = field(default_factory=list)
+    #: For each output, the W3C trace context of the record that completed it, when that had one.
+    traces: list[bytes | None] = field(default_factory=list)
     dead: list[DeadLettered] = field(default_factory=list)
     num_applied: int = 0
+    #: Records of the batch that are done with; fewer than were given only when `blocked` is set.
+    num_read: int = 0
+    #: The writer schema of record `num_read` is unknown. The state holds everything before it: learn the schema and
+    #: go on from that record.
+    blocked: UnknownSchemaError | None = None
 
 
 class PoisonError(Exception):
     """Raised by `apply` for an event that is well-formed and cannot be applied; it goes to the dead letters."""
 
 
-def step(stage: Stage[S], codec: Codec, state: S, records: Iterable[Record]) -> StepResult[S]:
+def step(stage: Stage[S], codec: Codec, state: S, records: Sequence[Record]) -> StepResult[S]:
     """Apply records in order. What cannot be decoded or applied becomes a dead letter and does not block.
+
+    One case does block: a record whose header names an event this stage reads, in a schema nobody published. Its
+    writer is newer than this reader, and skipping it would derive wrong facts.
 
     `apply` must leave the state untouched when it raises PoisonError; any other exception is a bug and stops the service.
     """
     result = StepResult(state)
+    wanted = stage.wanted
     for record in records:
         kind = record.event_type
-        if kind is not None and kind not in stage.wanted:
+        if (kind is not None and kind not in wanted) or record.value is None:
+            result.num_read += 1  # another event, or a tombstone of a compacted topic
             continue
         try:
-            if record.value is None:
-                continue  # a tombstone of a compacted topic
             event = codec.decode(record.value)
-            if type(event).__name__ not in stage.wanted:
-                continue
-            result.state, outputs = stage.apply(result.state, event)
-        except UnknownSchemaError:
-            raise  # the writer is newer: stop before skipping what a newer version would read
+            if type(event).__name__ in wanted:
+                result.state, outputs = stage.apply(result.state, event)
+                result.num_applied += 1
+                if outputs:
+                    result.outputs.extend(outputs)
+                    result.traces.extend([record.header("traceparent")] * len(outputs))
         except (CodecError, PoisonError) as exc:
+            if kind is not None and isinstance(exc, UnknownSchemaError):
+                result.blocked = exc
+                return result
             result.dead.append(make_dead_letter(stage.name, record, exc))
-            continue
-        result.num_applied += 1
-        result.outputs.extend(outputs)
+        result.num_read += 1
     return result
 
 

@@ -63,9 +63,7 @@ def test_unreadable_file_and_bad_set(tmp_path: Path) -> None:
 
 
 def test_tables_lists_and_secrets(tmp_path: Path) -> None:
-    path = write(
-        tmp_path, "[kafka.client]\n'sasl.password' = 'hush'\n[train]\nconversations = ['main', 'subagent']\n"
-    )
+    path = write(tmp_path, "[kafka.client]\n'sasl.password' = 'hush'\n[train]\nconversations = ['main', 'subagent']\n")
     resolved = load_settings(path, ["kafka.client.security.protocol=SASL_SSL", "clickhouse.password=pw"], {})
     assert resolved.settings.kafka.client == {"sasl.password": "hush", "security.protocol": "SASL_SSL"}
     assert resolved.settings.train.conversations == ("main", "subagent")
