@@ -6,7 +6,6 @@ with the binary inside. Run as `python3 infra/bootstrap.py DIRECTORY`.
 
 import hashlib
 import io
-import os
 import platform
 import sys
 import tomllib
@@ -39,7 +38,8 @@ def fetch(url: str, sha256: str) -> bytes:
         except OSError as exc:
             if attempt == ATTEMPTS:
                 raise SystemExit(
-                    f"uv could not be downloaded ({exc}); check the network, or install uv yourself and run `make UV=uv ...`"
+                    f"uv could not be downloaded ({exc}); check the network, "
+                    "or install uv yourself and run `make UV=uv ...`"
                 ) from exc
             continue
         if hashlib.sha256(data).hexdigest() == sha256:
@@ -59,7 +59,7 @@ def install(directory: Path) -> Path:
         temporary = target.with_suffix(".part")
         temporary.write_bytes(wheel.read(name))
     temporary.chmod(0o755)
-    os.replace(temporary, target)
+    temporary.replace(target)
     return target
 
 

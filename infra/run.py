@@ -69,12 +69,12 @@ def check_inputs(settings: Settings) -> None:
         path = Path(settings.policy.path)
         if not settings.policy.path or not (path / "config.json").is_file():
             raise ValueError(
-                f"`policy.path` = {settings.policy.path!r}: no model there (config.json is missing); set it to a directory "
-                "with config.json, safetensors and a tokenizer; `rollstream demo` makes one"
+                f"`policy.path` = {settings.policy.path!r}: no model there (config.json is missing); "
+                "set it to a directory with config.json, safetensors and a tokenizer; `rollstream demo` makes one"
             )
     if not settings.tasks.train or not Path(settings.tasks.train).exists():
         raise ValueError(
-            f"`tasks.train` = {settings.tasks.train!r}: no such task directory or index; see docs/tasks.md for the layout"
+            f"`tasks.train` = {settings.tasks.train!r}: no such task directory or index; docs/tasks.md shows the layout"
         )
     if settings.tasks.held_out and not Path(settings.tasks.held_out).exists():
         raise ValueError(f"`tasks.held_out` = {settings.tasks.held_out!r}: no such task directory or index")

@@ -127,7 +127,7 @@ def write_missing(*, force: bool = False) -> list[Path]:
             continue
         if path.exists() and not force:
             raise SchemaError(
-                f"{path.name}: the dataclass {name} differs from its released schema; raise VERSION to {cls.VERSION + 1}"
+                f"{path.name}: dataclass {name} differs from its released schema; raise VERSION to {cls.VERSION + 1}"
             )
         path.write_text(text)
         written.append(path)

@@ -46,7 +46,7 @@ def test_later_sources_win_and_origins_are_kept(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, expected: str) -> None:
-    with pytest.raises(ConfigError, match="^") as error:
+    with pytest.raises(ConfigError) as error:
         load_settings(write(tmp_path, text), environ={})
     assert expected in str(error.value)
 
