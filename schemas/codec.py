@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import fastavro
-from fastavro._schema_common import UnknownType  # type: ignore[import-untyped]
+from fastavro._schema_common import UnknownType
 
 from schemas.avro_types import Schema, load_all_versions
 from schemas.base import EVENTS, Event

@@ -45,7 +45,7 @@ def to_record_function(cls: type) -> Callable[[Any], dict[str, Any]]:
         (name, kind, to_record_function(inner)) for name, (kind, inner) in _nested(cls).items() if inner is not None
     ]
     if not nested:
-        return lambda obj: obj.__dict__  # type: ignore[no-any-return]
+        return lambda obj: obj.__dict__
 
     def convert(obj: Any) -> dict[str, Any]:
         record = dict(obj.__dict__)
@@ -64,7 +64,7 @@ def _builder(cls: type) -> Callable[[dict[str, Any]], Any]:
     nested = [
         (name, kind, _builder(inner) if inner is not None else None) for name, (kind, inner) in _nested(cls).items()
     ]
-    new = cls.__new__
+    new: Any = cls.__new__
 
     def build(record: dict[str, Any]) -> Any:
         for name, kind, inner in nested:
