@@ -132,17 +132,13 @@ def load_tasks(source: str | Path) -> list[Task]:
 
         tasks = load_indexed_tasks(root)
     elif not root.is_dir():
-        raise TaskError(
-            root, "no such task directory or index", "give a directory of Harbor tasks or a .parquet index"
-        )
+        raise TaskError(root, "no such task directory or index", "give a directory of Harbor tasks or a .parquet index")
     elif (root / "task.toml").exists():
         tasks = [load_task(root)]
     else:
         tasks = [load_task(p) for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")]
     if not tasks:
-        raise TaskError(
-            root, "holds no task", "a task is a subdirectory with task.toml, instruction.md and tests/"
-        )
+        raise TaskError(root, "holds no task", "a task is a subdirectory with task.toml, instruction.md and tests/")
     return sorted(tasks, key=lambda t: t.task_id)
 
 
@@ -242,16 +238,12 @@ def _read_config(root: Path) -> dict[str, Any]:
     try:
         config = tomllib.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise TaskError(
-            file, "file not found", "a Harbor task directory has a task.toml at its root"
-        ) from None
+        raise TaskError(file, "file not found", "a Harbor task directory has a task.toml at its root") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise TaskError(file, f"not valid TOML: {exc}", "correct the syntax at that place") from None
     version = config.get("schema_version", config.get("version", SCHEMA_VERSION))
     if version not in READABLE_VERSIONS:
-        raise TaskError(
-            file, f"schema_version is {version!r}", f"readable are {', '.join(READABLE_VERSIONS)}"
-        )
+        raise TaskError(file, f"schema_version is {version!r}", f"readable are {', '.join(READABLE_VERSIONS)}")
     return config
 
 
@@ -280,9 +272,7 @@ def _check_test_ids(root: Path, fail_to_pass: Sequence[str], pass_to_pass: Seque
     both = sorted(set(fail_to_pass) & set(pass_to_pass))
     if both:
         remedy = "a test fails before the fix or passes before it: keep it in one list"
-        raise TaskError(
-            root / "task.toml", f"[metadata] {both[0]!r} is in fail_to_pass and in pass_to_pass", remedy
-        )
+        raise TaskError(root / "task.toml", f"[metadata] {both[0]!r} is in fail_to_pass and in pass_to_pass", remedy)
     for name, ids in (("fail_to_pass", fail_to_pass), ("pass_to_pass", pass_to_pass)):
         for test_id in ids:
             file = test_id.split("::")[0]
@@ -316,9 +306,7 @@ def _string(root: Path, section: Mapping[str, Any], where: str, name: str, defau
 def _string_list(root: Path, metadata: Mapping[str, Any], name: str) -> tuple[str, ...]:
     value = metadata.get(name, [])
     if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
-        raise TaskError(
-            root / "task.toml", f"[metadata] {name} is {value!r}", "make it a list of pytest node ids"
-        )
+        raise TaskError(root / "task.toml", f"[metadata] {name} is {value!r}", "make it a list of pytest node ids")
     return tuple(value)
 
 

@@ -63,9 +63,7 @@ def read_index(file: str | Path) -> list[Task]:
     try:
         table = pq.read_table(source)
     except FileNotFoundError:
-        raise TaskError(
-            source, "no such index", "write one with `write_index`, or name the task directory"
-        ) from None
+        raise TaskError(source, "no such index", "write one with `write_index`, or name the task directory") from None
     except pa.ArrowException as exc:
         raise TaskError(source, f"not a readable parquet file: {exc}", "write the index again") from None
     missing = [name for name in SCHEMA.names if name not in table.column_names]
@@ -98,15 +96,11 @@ def load_indexed_tasks(file: str | Path) -> list[Task]:
     seen: set[str] = set()
     for row in read_index(file):
         if row.task_id in seen:
-            raise TaskError(
-                Path(file), f"task id {row.task_id!r} appears twice", "give each task an id of its own"
-            )
+            raise TaskError(Path(file), f"task id {row.task_id!r} appears twice", "give each task an id of its own")
         seen.add(row.task_id)
         task = load_task(row.path)
         if task.digest != row.digest:
             remedy = "write the index again if the change is meant"
-            raise TaskError(
-                row.path, f"its digest {task.digest[:12]} is not the index's {row.digest[:12]}", remedy
-            )
+            raise TaskError(row.path, f"its digest {task.digest[:12]} is not the index's {row.digest[:12]}", remedy)
         tasks.append(task)
     return tasks

@@ -29,9 +29,7 @@ def register_tasks(settings: Settings) -> dict[str, int]:
     twice = {t.task_id for t in sets.get(TRAIN, [])} & {t.task_id for t in sets.get(HELD_OUT, [])}
     if twice:
         where = next(t.path for t in sets[HELD_OUT] if t.task_id in twice)
-        raise TaskError(
-            where, f"{where.name!r} is in the training set too", "a held-out task must not be trained on"
-        )
+        raise TaskError(where, f"{where.name!r} is in the training set too", "a held-out task must not be trained on")
     writer = EventWriter(settings)
     for name, tasks in sets.items():
         for event in make_registrations(settings.run.id, name, tasks):
@@ -65,8 +63,6 @@ def make_registrations(run_id: str, task_set: str, tasks: Iterable[Task]) -> Ite
 
 def _sources(settings: Settings) -> list[tuple[str, str]]:
     if not settings.tasks.train:
-        raise ValueError(
-            "tasks.train is empty; set it to a directory of Harbor tasks or to an index (.parquet)"
-        )
+        raise ValueError("tasks.train is empty; set it to a directory of Harbor tasks or to an index (.parquet)")
     held_out = [(HELD_OUT, settings.tasks.held_out)] if settings.tasks.held_out else []
     return [(TRAIN, settings.tasks.train), *held_out]
