@@ -128,6 +128,28 @@ def ensure_topics(settings: Settings) -> list[str]:
     return created
 
 
+def warm_up(settings: Settings) -> None:
+    """Make a fresh cluster load its group and transaction coordinators, which costs the first request 1-2 s."""
+    from confluent_kafka import TopicPartition
+
+    producer = make_producer(settings, transactional_id="warm-up")
+    producer.init_transactions(STARTUP_TIMEOUT_SEC)
+    consumer = make_consumer(settings, group="warm-up")
+    try:
+        consumer.committed([TopicPartition(topic_name(settings, SCHEMAS_TOPIC), 0)], timeout=STARTUP_TIMEOUT_SEC)
+    finally:
+        consumer.close()
+
+
+def drop_topics(settings: Settings) -> None:
+    """Delete the catalogue's topics under `kafka.topic_prefix`, with everything in them."""
+    admin = make_admin(settings)
+    present = admin.list_topics(timeout=STARTUP_TIMEOUT_SEC).topics
+    names = [name for t in CATALOGUE if (name := topic_name(settings, t.name)) in present]
+    for future in admin.delete_topics(names).values() if names else ():
+        future.result(STARTUP_TIMEOUT_SEC)
+
+
 def _publish_schemas(settings: Settings) -> None:
     producer = make_producer(settings)
     for key, value in Codec().schema_records():
