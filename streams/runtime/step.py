@@ -91,7 +91,8 @@ def step(stage: Stage[S], codec: Codec, state: S, records: Sequence[Record]) -> 
     One case does block: a record whose header names an event this stage reads, in a schema nobody published. Its
     writer is newer than this reader, and skipping it would derive wrong facts.
 
-    `apply` must leave the state untouched when it raises PoisonError; any other exception is a bug and stops the service.
+    `apply` must leave the state untouched when it raises PoisonError; any other exception is a bug and stops the
+    service.
     """
     result = StepResult(state)
     wanted = stage.wanted
