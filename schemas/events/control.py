@@ -19,6 +19,9 @@ class RunStarted(Event):
     code_version: Annotated[str, "Package version and, in a checkout, the commit"]
     seeds: Annotated[dict[str, int], "Every seed of the run by what it seeds"]
     resumed: Annotated[bool, "True when the run already had events in the log"] = False
+    num_tasks: Annotated[
+        dict[str, int], "Tasks registered for this run before this event, by task set: offers wait for all of them"
+    ] = field(default_factory=dict)
 
 
 @event(topic="runs", key="run_id")

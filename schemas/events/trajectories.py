@@ -40,7 +40,7 @@ class ExcludedCall:
     """A call with sampled tokens that no segment trains, and why."""
 
     call_id: Annotated[CallId, "The call"]
-    reason: Annotated[str, "orphaned_retry | failed | conversation_not_trained | losing_attempt | aborted"]
+    reason: Annotated[str, "orphaned_retry | failed | conversation_not_trained | aborted | capture_broken"]
     num_sampled_tokens: Annotated[int, "Sampled tokens it holds"]
 
 
@@ -63,7 +63,12 @@ class TrajectoryAssembled(Event):
     num_calls: Annotated[int, "Calls of the winning attempt"]
     num_sampled_tokens: Annotated[int, "Tokens with mask 1 over all segments"]
     segments: Annotated[tuple[Segment, ...], "The token sequences"]
-    excluded: Annotated[tuple[ExcludedCall, ...], "Calls that are not trained, each with its reason"]
+    excluded: Annotated[
+        tuple[ExcludedCall, ...],
+        "Calls of the winning attempt that are not trained, each with its reason. All calls of other attempts, and all "
+        "calls of a trial whose number of calls is unknown, are excluded by rule and not listed",
+    ]
+    detail: Annotated[str, "What did not fit when termination_reason became capture_broken here; names the call"] = ""
 
 
 @event(topic="trajectories", key="trial_id")
@@ -93,5 +98,8 @@ class TrajectoryRejected(Event):
     group_id: Annotated[GroupId, "Its group"]
     trajectory_event_id: Annotated[EventId, "The TrajectoryAssembled"]
     termination_reason: Annotated[str, "Why the trial ended"]
-    rule: Annotated[str, "mask"]
+    rule: Annotated[str, "mask | no_grade: the rule was keep, and no grade exists"]
     table_version: Annotated[str, "Version of the admission table"]
+    min_version: Annotated[int | None, "Oldest policy version among its sampled tokens"]
+    max_version: Annotated[int | None, "Newest policy version among its sampled tokens"]
+    num_sampled_tokens: Annotated[int, "Tokens with mask 1"]

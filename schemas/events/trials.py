@@ -18,7 +18,7 @@ class GroupOffered(Event):
     task_id: Annotated[TaskId, "The task all its trials work on"]
     task_digest: Annotated[str, "Content digest of the task as registered"]
     purpose: Annotated[str, "train | validation"]
-    policy_version: Annotated[int, "Newest published policy version when the offer was made"]
+    policy_version: Annotated[int, "Policy version the offer waited for: its tokens come from this or a newer one"]
     epoch: Annotated[int, "Pass over the task set, from 0"]
     step: Annotated[int, "Training step it is meant for; for validation, the step it evaluates"]
     num_trials: Annotated[int, "G, the group size"]
