@@ -68,7 +68,7 @@ def _plain(schema: Any) -> Any:
 class _Reader:
     """Decodes bodies of one writer schema into its event class, resolved to the newest schema."""
 
-    __slots__ = ("_build", "_reader_schema", "_writer_schema", "event_type", "name")
+    __slots__ = ("_reader_schema", "_writer_schema", "build", "event_type", "name")
 
     def __init__(self, writer: Schema, newest: Schema, cls: type[Event]) -> None:
         self.name: str = cls.__name__
@@ -76,11 +76,12 @@ class _Reader:
         self._writer_schema = fastavro.parse_schema(copy.deepcopy(_plain(writer)))
         same = fingerprint(writer) == fingerprint(newest)
         self._reader_schema = None if same else fastavro.parse_schema(copy.deepcopy(_plain(newest)))
-        self._build = from_record_function(cls)
+        self.build = from_record_function(cls)
 
-    def read(self, body: io.BytesIO) -> Event:
+    def read(self, body: io.BytesIO) -> dict[str, Any]:
+        """The fields in `body`, resolved to the newest schema."""
         record: dict[str, Any] = _read(body, self._writer_schema, self._reader_schema)
-        return self._build(record)
+        return record
 
 
 class Codec:
@@ -130,6 +131,15 @@ class Codec:
 
     def decode(self, data: bytes) -> Event:
         """The event in `data`, either framing. Raises CodecError on anything else."""
+        reader, record = self._read(data)
+        return reader.build(record)
+
+    def decode_record(self, data: bytes) -> tuple[str, dict[str, Any]]:
+        """(event type, fields as plain values, nested records as dicts): for readers that make columns of them."""
+        reader, record = self._read(data)
+        return reader.name, record
+
+    def _read(self, data: bytes) -> tuple[_Reader, dict[str, Any]]:
         if len(data) >= 10 and data[:2] == SINGLE_OBJECT_MAGIC:
             reader, start = self._readers.get(data[2:10]), 10
             if reader is None:
@@ -146,12 +156,12 @@ class Codec:
         body = io.BytesIO(data)
         body.seek(start)
         try:
-            decoded = reader.read(body)
+            record = reader.read(body)
         except Exception as exc:  # fastavro raises many kinds on broken input
             raise CodecError(f"{reader.name}: body does not fit its schema: {exc!r}") from exc
         if body.tell() != len(data):
             raise CodecError(f"{reader.name}: {len(data) - body.tell()} bytes left over after the record")
-        return decoded
+        return reader, record
 
     def _reader_of_id(self, schema_id: int) -> _Reader:
         reader = self._by_id.get(schema_id)
