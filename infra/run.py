@@ -100,6 +100,7 @@ class Run:
         """Record the start, register the tasks, start the services."""
         from producers.tasks.register import register_tasks
 
+        num_tasks = register_tasks(self.settings)  # before RunStarted: the scheduler waits for as many as it names
         writer = EventWriter(self.settings)
         writer.write(
             RunStarted(
@@ -112,10 +113,10 @@ class Run:
                 code_version=code_version(),
                 seeds={"run": self.settings.run.seed},
                 resumed=self.identity.resumed,
+                num_tasks=num_tasks,
             )
         )
         writer.flush()
-        register_tasks(self.settings)
         self.supervisor.start()
         threading.Thread(target=self._watch_end, name="run-end", daemon=True).start()
 
