@@ -1,0 +1,1 @@
+"""Starting policies: the demo's tokenizer, its tiny model and the supervised warm-up."""
