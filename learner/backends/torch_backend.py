@@ -7,6 +7,7 @@ autocast. Experts run as grouped matrix products (Hugging Face's batched form is
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -160,11 +161,8 @@ class TorchBackend:
     def export_policy(self, directory: Path) -> None:
         """See Backend: in train.dtype."""
         dtype = DTYPES[self.options.dtype]
-        if dtype == torch.float32:
-            self.model.save_pretrained(directory)
-            return
-        state = {name: value.to(dtype) for name, value in self.model.state_dict().items()}
-        self.model.save_pretrained(directory, state_dict=state)
+        model = self.model if dtype == torch.float32 else copy.deepcopy(self.model).to(dtype)
+        model.save_pretrained(directory)
 
     def weights(self) -> Mapping[str, Tensor]:
         """See Backend."""
