@@ -43,7 +43,6 @@ from streams.scheduling.plan import (
     is_registered,
     is_run_complete,
     next_due,
-    replacement_index,
     tasks_of,
 )
 from streams.scheduling.state import SchedulerState
@@ -55,8 +54,8 @@ class SchedulingStage:
     """Scope single: one schedule per run. Events of other runs are ignored."""
 
     name = "scheduler"
-    inputs = ("runs", "tasks", "policy-versions", "offers", "trial-stages", "groups", "steps")
-    wanted = frozenset(
+    inputs: tuple[str, ...] = ("runs", "tasks", "policy-versions", "offers", "trial-stages", "groups", "steps")
+    wanted: frozenset[str] = frozenset(
         {
             *("RunStarted", "TaskRegistered", "TaskRetired", "PolicyPublished", "PolicyLoaded", "GroupOffered"),
             *("TrialOffered", "TrialLeased", "LeaseRenewed", "LeaseLapsed", "AttemptFinished", "TrialFinished"),
@@ -106,8 +105,10 @@ class SchedulingStage:
                     state.starts.append(event)
             case TaskRegistered():
                 state.tasks[event.task_id] = event
+                state.sorted_tasks.clear()
             case TaskRetired():
                 state.retired.add(event.task_id)
+                state.sorted_tasks.clear()
             case PolicyPublished():
                 state.published_at.setdefault(event.version, event.occurred_at)
             case PolicyLoaded(ok=True):
@@ -124,7 +125,7 @@ class SchedulingStage:
 
     def _advance(self, state: SchedulerState) -> list[Event]:
         """Offer all that may be offered now."""
-        if state.finished or not is_registered(state):
+        if state.finished or state.num_starts_failed >= len(state.starts) or not is_registered(state):
             return []
         outputs: list[Event] = []
         while (due := next_due(state, self._schedule, self._run_id)) is not None:
@@ -132,7 +133,7 @@ class SchedulingStage:
             if due.purpose == "train":
                 state.next_step += 1
         outputs += self._replace_dropped(state)
-        if not state.finished and is_run_complete(state, self._schedule):
+        if is_run_complete(state, self._schedule):
             state.finished = True
             at = max(state.step_done_at, state.pass_done_at, min(s.occurred_at for s in state.starts))
             outputs.append(self._end_run("completed", "all steps and validation passes are complete", state, at))
@@ -154,12 +155,13 @@ class SchedulingStage:
         """A replacement for each dropped training group: a step always gets its number of groups."""
         outputs: list[Event] = []
         for dropped in list(state.dropped.values()):
-            index = replacement_index(group_index(dropped.group_id))
-            if index is None:
-                state.finished = True
+            index = group_index(dropped.group_id) + REPLACEMENT_STRIDE
+            if index // REPLACEMENT_STRIDE > MAX_REPLACEMENTS * len(state.starts):
+                state.num_starts_failed = len(state.starts)
                 detail = (
-                    f"groups of step {dropped.step} were dropped {MAX_REPLACEMENTS} times in a row for one slot "
-                    f"(last: {dropped.group_id}, {dropped.reason}); see the termination reasons of its trials"
+                    f"the replacements of one group of step {dropped.step} were all dropped, {MAX_REPLACEMENTS} of "
+                    f"them (last: {dropped.group_id}, {dropped.reason}); see the termination reasons of its "
+                    "trials, mend the cause and resume the run"
                 )
                 return [*outputs, self._end_run("failed", detail, state, dropped.occurred_at)]
             del state.dropped[dropped.group_id]
@@ -221,7 +223,7 @@ class SchedulingStage:
 
     def _end_run(self, outcome: str, detail: str, state: SchedulerState, occurred_at: int) -> RunFinished:
         return RunFinished(
-            event_id=derive_id("RunFinished", self._run_id, outcome, str(self._schedule.num_steps)),
+            event_id=derive_id("RunFinished", self._run_id, outcome, str(state.num_starts_failed), str(state.num_steps_done)),
             run_id=self._run_id,
             occurred_at=occurred_at,
             producer=PRODUCER,

@@ -46,6 +46,8 @@ def apply_lapse(state: SchedulerState, event: LeaseLapsed, max_attempts: int) ->
     trial = state.trials.get(event.trial_id)
     if trial is None or held is None or (held.attempt, held.lease_id) != (event.attempt, event.lease_id):
         return []  # a repeat, or the trial went on meanwhile
+    if event.deadline_ms < held.deadline_ms:
+        return []  # renewed before the clock's word reached the log
     del state.leases[event.trial_id]
     if event.attempt >= max_attempts:
         trial.lost = event

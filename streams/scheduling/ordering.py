@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 
 from schemas.ids import GroupId, TaskId
 
@@ -17,12 +18,13 @@ def hash_int(*parts: object, bits: int = 63) -> int:
     return int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "big") >> (64 - bits)
 
 
-def shuffle_epoch(seed: int, epoch: int, tasks: Iterable[TaskId]) -> list[TaskId]:
+@lru_cache(maxsize=8)
+def shuffle_epoch(seed: int, epoch: int, tasks: tuple[TaskId, ...]) -> tuple[TaskId, ...]:
     """The tasks in the order of this epoch, whatever the order they came in."""
-    return sorted(tasks, key=lambda task: (hash_int(seed, "epoch", epoch, task), task))
+    return tuple(sorted(tasks, key=lambda task: (hash_int(seed, "epoch", epoch, task), task)))
 
 
-def task_at(seed: int, position: int, tasks: Sequence[TaskId]) -> tuple[TaskId, int]:
+def task_at(seed: int, position: int, tasks: tuple[TaskId, ...]) -> tuple[TaskId, int]:
     """Task and epoch of the group number `position` (from 0) of the endless stream of shuffled epochs."""
     epoch, place = divmod(position, len(tasks))
     return shuffle_epoch(seed, epoch, tasks)[place], epoch

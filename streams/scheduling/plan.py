@@ -15,14 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infra.settings import ScheduleSection
-from schemas.ids import GroupId, RunId, TaskId, make_group_id
-from streams.scheduling.ordering import REPLACEMENT_STRIDE
+from schemas.ids import RunId, TaskId, make_group_id
 from streams.scheduling.state import SchedulerState
 
 TRAIN_SET = "train"
 HELD_OUT_SET = "held_out"
 
-#: A slot whose groups were dropped this often in a row ends the run: something is broken for good.
+#: A slot whose replacements were dropped this often ends the run: something is broken. Each resume allows it anew.
 MAX_REPLACEMENTS = 20
 
 
@@ -41,24 +40,26 @@ def pass_size(schedule: ScheduleSection, version: int, num_held_out: int) -> int
     return min(size, num_held_out) if size > 0 else num_held_out
 
 
-def tasks_of(state: SchedulerState, task_set: str) -> list[TaskId]:
-    """Tasks of a set that may be offered, sorted."""
-    return sorted(
-        task_id
-        for task_id, task in state.tasks.items()
-        if task.task_set == task_set and task_id not in state.retired
-    )
+def tasks_of(state: SchedulerState, task_set: str) -> tuple[TaskId, ...]:
+    """Tasks of a set that may be offered, sorted. Kept until a registration changes."""
+    if task_set not in state.sorted_tasks:
+        state.sorted_tasks[task_set] = tuple(
+            sorted(t.task_id for t in state.tasks.values() if t.task_set == task_set and t.task_id not in state.retired)
+        )
+    return state.sorted_tasks[task_set]
 
 
 def is_registered(state: SchedulerState) -> bool:
-    """All tasks that a start of the run announced have been registered."""
-    counts: dict[str, int] = {}
-    for task in state.tasks.values():
-        counts[task.task_set] = counts.get(task.task_set, 0) + 1
-    return any(
-        start.num_tasks and all(counts.get(task_set, 0) >= num for task_set, num in start.num_tasks.items())
-        for start in state.starts
-    )
+    """All tasks that a start of the run announced have been registered. Once true it stays true."""
+    if not state.registered:
+        counts: dict[str, int] = {}
+        for task in state.tasks.values():
+            counts[task.task_set] = counts.get(task.task_set, 0) + 1
+        state.registered = any(
+            start.num_tasks and all(counts.get(task_set, 0) >= num for task_set, num in start.num_tasks.items())
+            for start in state.starts
+        )
+    return state.registered
 
 
 @dataclass(frozen=True)
@@ -107,14 +108,3 @@ def is_run_complete(state: SchedulerState, schedule: ScheduleSection) -> bool:
     """All steps are committed and all validation passes complete."""
     num_points = len(validation_points(schedule)) if tasks_of(state, HELD_OUT_SET) else 0
     return state.num_steps_done >= schedule.num_steps and state.num_passes_done >= num_points
-
-
-def replacement_index(index: int) -> int | None:
-    """Index of the group that replaces group `index` of its step; None when its slot was replaced too often."""
-    following = index + REPLACEMENT_STRIDE
-    return following if following // REPLACEMENT_STRIDE <= MAX_REPLACEMENTS else None
-
-
-def replaced_group(run_id: RunId, step: int, index: int) -> GroupId:
-    """The group whose drop made room for replacement `index`."""
-    return make_group_id(run_id, "train", step, index - REPLACEMENT_STRIDE)

@@ -38,6 +38,9 @@ class SchedulerState:
     starts: list[RunStarted] = field(default_factory=list)
     tasks: dict[TaskId, TaskRegistered] = field(default_factory=dict)
     retired: set[TaskId] = field(default_factory=set)
+    #: Made from the two above: tasks of a set that may be offered; all announced tasks are there.
+    sorted_tasks: dict[str, tuple[TaskId, ...]] = field(default_factory=dict)
+    registered: bool = False
     #: Policy version -> when it was published / first served by a replica.
     published_at: dict[int, int] = field(default_factory=dict)
     loaded_at: dict[int, int] = field(default_factory=dict)
@@ -57,4 +60,6 @@ class SchedulerState:
     done: set[TrialId] = field(default_factory=set)
     #: Leases that are held now, for the clock.
     leases: dict[TrialId, Lease] = field(default_factory=dict)
+    #: The run's end was emitted: completed; or failed, after that many starts.
     finished: bool = False
+    num_starts_failed: int = 0
