@@ -117,6 +117,7 @@ class ProxySection:
     port: Annotated[int, "TCP port on loopback, for harnesses outside a sandbox and for tools"] = 8090
     max_body_mb: Annotated[int, "Largest request body, MiB"] = 64
     call_timeout_sec: Annotated[float, "Wall limit of one model call"] = 600.0
+    ack_timeout_sec: Annotated[float, "A call fails when Kafka has not taken its record after this long"] = 60.0
 
 
 @dataclass(frozen=True)

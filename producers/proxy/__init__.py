@@ -1,0 +1,1 @@
+"""The capture proxy: an OpenAI-compatible endpoint that records every model call token by token."""
