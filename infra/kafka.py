@@ -7,12 +7,13 @@ replicas; consumers read committed records only, never commit by themselves and 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
 
 from infra.settings import Settings
 from schemas.base import Event
@@ -128,17 +129,56 @@ def ensure_topics(settings: Settings) -> list[str]:
     return created
 
 
+def wait_for_leaders(settings: Settings, timeout_sec: float = STARTUP_TIMEOUT_SEC) -> None:
+    """Wait until every partition answers: a broker that restarts takes connections before it leads its partitions.
+
+    Raises KafkaUnavailableError naming partitions that still do not.
+    """
+    admin = make_admin(settings)
+    deadline = time.monotonic() + timeout_sec
+    while True:
+        topics = admin.list_topics(timeout=STARTUP_TIMEOUT_SEC).topics
+        asked = {TopicPartition(name, p): OffsetSpec.latest() for name, t in topics.items() for p in t.partitions}
+        answers = admin.list_offsets(asked, request_timeout=STARTUP_TIMEOUT_SEC) if asked else {}
+        silent = [f"{tp.topic}/{tp.partition}" for tp, future in answers.items() if future.exception()]
+        if not silent:
+            return
+        if time.monotonic() > deadline:
+            raise KafkaUnavailableError(
+                f"{len(silent)} partitions at {bootstrap_servers(settings)} have no leader after {timeout_sec:.0f} s "
+                f"({', '.join(silent[:3])}, ...); see the broker's log"
+            )
+        time.sleep(0.05)
+
+
 def warm_up(settings: Settings) -> None:
     """Make a fresh cluster load its group and transaction coordinators, which costs the first request 1-2 s."""
-    from confluent_kafka import TopicPartition
-
     producer = make_producer(settings, transactional_id="warm-up")
-    producer.init_transactions(STARTUP_TIMEOUT_SEC)
     consumer = make_consumer(settings, group="warm-up")
     try:
-        consumer.committed([TopicPartition(topic_name(settings, SCHEMAS_TOPIC), 0)], timeout=STARTUP_TIMEOUT_SEC)
+        _until_loaded(lambda: producer.init_transactions(STARTUP_TIMEOUT_SEC))
+        where = [TopicPartition(topic_name(settings, SCHEMAS_TOPIC), 0)]
+        _until_loaded(lambda: consumer.committed(where, timeout=STARTUP_TIMEOUT_SEC))
     finally:
         consumer.close()
+
+
+def _until_loaded(request: Callable[[], object]) -> None:
+    """Repeat a request while its coordinator is being elected or loaded."""
+    loading = (
+        KafkaError.NOT_COORDINATOR,
+        KafkaError.COORDINATOR_NOT_AVAILABLE,
+        KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+    )
+    deadline = time.monotonic() + STARTUP_TIMEOUT_SEC
+    while True:
+        try:
+            request()
+            return
+        except KafkaException as exc:
+            if exc.args[0].code() not in loading or time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
 
 
 def drop_topics(settings: Settings) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 
 from infra import paths
-from infra.kafka import KafkaUnavailableError, check_cluster
+from infra.kafka import KafkaUnavailableError, check_cluster, wait_for_leaders
 from infra.local.artifacts import cache_dir, fetch_artifacts, read_lock
 from infra.local.errors import StackError
 from infra.local.java import Java, find_java
@@ -203,8 +203,9 @@ def _wait_ready(settings: Settings, record: ProcessRecord, process: subprocess.P
             continue
         try:
             check_cluster(here, timeout_sec=5.0)
+            wait_for_leaders(here, deadline - time.monotonic())
             return
-        except KafkaUnavailableError:
-            continue
+        except KafkaUnavailableError as exc:
+            log.debug("the broker does not answer yet", reason=str(exc))
     state = "is not ready" if process.poll() is None else f"ended with exit code {process.returncode}"
     raise StackError(f"the Kafka broker {state}; the end of {record.log}:\n{log_tail(record.log)}")

@@ -49,13 +49,14 @@ class ProcessRecord:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Start time of a living process; None when it is gone or a zombie."""
+    """Start time of a living process; None when it is gone, or a zombie whose other threads have ended too."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
     state, *fields = stat.rsplit(")", 1)[1].split()
-    return None if state in "ZX" else int(fields[18])
+    num_threads = int(fields[16])
+    return None if state in "ZX" and num_threads <= 1 else int(fields[18])
 
 
 def is_alive(record: ProcessRecord) -> bool:
@@ -79,26 +80,37 @@ def running_process(directory: Path, name: str) -> ProcessRecord | None:
     return record if record is not None and is_alive(record) else None
 
 
+def lock_within(fd: int, timeout_sec: float) -> bool:
+    """Take the exclusive lock of an open file, trying for `timeout_sec`; whether that worked."""
+    deadline = time.monotonic() + timeout_sec
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_SEC)
+
+
 class OwnedDirectoryLock:
     """The lock of one process name in one directory; a process that inherits `fd` keeps it.
 
     Raises DataDirectoryOwnedError, naming the owner, when it is taken.
     """
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, timeout_sec: float = 0.0) -> None:
         self.directory, self.name = directory, name
         directory.mkdir(parents=True, exist_ok=True)
         self.fd = os.open(directory / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_within(self.fd, timeout_sec):
             os.close(self.fd)
             record = read_record(directory, name)
             who = record.describe() if record else "a process that has not said who it is"
             raise DataDirectoryOwnedError(
                 f"{directory.parent} is in use by {who}; stop it with `rollstream down` for that data directory, or "
                 "set data.dir to another one"
-            ) from None
+            )
 
     def __enter__(self) -> OwnedDirectoryLock:
         return self

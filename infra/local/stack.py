@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from infra.local.process import (
     OwnedDirectoryLock,
     ProcessRecord,
     forget,
+    lock_within,
     log_tail,
     read_record,
     running_process,
@@ -121,8 +121,8 @@ def down(settings: Settings) -> tuple[ProcessRecord, ...]:
             if record := running_process(run_dir, name):
                 stop_process(record)
                 stopped.append(record)
-            forget(run_dir, name)
-            OwnedDirectoryLock(run_dir, name).__exit__()  # raises, naming it, if some process still has the directory
+            with OwnedDirectoryLock(run_dir, name, timeout_sec=5.0):  # raises if some process still has the directory
+                forget(run_dir, name)
     return tuple(stopped)
 
 
@@ -225,16 +225,9 @@ def _only_one_up(settings: Settings) -> Iterator[None]:
     except OSError as exc:
         raise StackError(f"{exc.filename}: {exc.strerror}; set data.dir to a directory that can be written") from exc
     try:
-        deadline = time.monotonic() + UP_LOCK_TIMEOUT_SEC
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    who = os.pread(fd, 32, 0).decode(errors="replace").strip()
-                    raise StackError(f"{run_dir}: another `up` or `down` (process {who}) does not end") from None
-                time.sleep(POLL_SEC)
+        if not lock_within(fd, UP_LOCK_TIMEOUT_SEC):
+            who = os.pread(fd, 32, 0).decode(errors="replace").strip()
+            raise StackError(f"{run_dir}: another `up` or `down` (process {who}) does not end")
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)
         yield
