@@ -179,8 +179,10 @@ class Codec:
         name = str(schema["name"]).rsplit(".", 1)[-1]
         if name not in EVENTS:
             raise UnknownSchemaError(f"schema {name!r} names no event of this version; upgrade to read it")
-        reader = _Reader(schema, self._newest[name], EVENTS[name])
-        return self._readers.setdefault(fingerprint(schema), reader)
+        mark = fingerprint(schema)
+        if mark not in self._readers:
+            self._readers[mark] = _Reader(schema, self._newest[name], EVENTS[name])
+        return self._readers[mark]
 
     def schema_records(self) -> Iterable[tuple[bytes, bytes]]:
         """(key, value) records for the `schemas` topic: every schema version this code can write or read."""
