@@ -207,7 +207,8 @@ class Engine:
             return
         session = self._session(request)
         if not session.lock.acquire(blocking=False):
-            raise EngineError(373, "Code: 373. DB::Exception: Session is locked by a concurrent client. (SESSION_IS_LOCKED)")
+            message = "Session is locked by a concurrent client. (SESSION_IS_LOCKED)"
+            raise EngineError(373, f"Code: 373. DB::Exception: {message}")
         try:
             yield session.handle
         finally:

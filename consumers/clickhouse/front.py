@@ -28,10 +28,11 @@ _LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1", ""})
 
 # Parameters of the HTTP interface itself, which are no settings of the engine.
 _RESERVED = frozenset(
-    "query database default_format session_id session_timeout session_check query_id quota_key user password role "
-    "compress decompress buffer_size wait_end_of_query client_protocol_version stacktrace close_session "
-    "send_progress_in_http_headers http_headers_progress_interval_ms enable_http_compression "
-    "http_zlib_compression_level add_http_cors_header cancel_http_readonly_queries_on_client_close".split()
+    {"query", "database", "default_format", "session_id", "session_timeout", "session_check", "close_session"}
+    | {"query_id", "quota_key", "user", "password", "role", "compress", "decompress", "buffer_size", "stacktrace"}
+    | {"wait_end_of_query", "client_protocol_version", "send_progress_in_http_headers", "enable_http_compression"}
+    | {"http_headers_progress_interval_ms", "http_zlib_compression_level", "add_http_cors_header"}
+    | {"cancel_http_readonly_queries_on_client_close"}
 )
 _CONTENT_TYPES = {
     "JSON": "application/json; charset=UTF-8",
@@ -67,7 +68,7 @@ def decompress(data: bytes, encoding: str) -> bytes:
     except (OSError, ValueError, ArithmeticError) as exc:
         raise EngineError(354, f"Code: 354. DB::Exception: body is no {encoding} stream: {exc}") from exc
     raise EngineError(
-        48, f"Code: 48. DB::Exception: Content-Encoding {encoding!r} is not supported; use zstd, lz4, gzip, br or deflate"
+        48, f"Code: 48. DB::Exception: Content-Encoding {encoding!r}: use zstd, lz4, gzip, br or deflate"
     )
 
 
@@ -109,8 +110,8 @@ def _to_request(http: web.Request, args: MultiDict[str], body: bytes, files: dic
         body=body,
         params={k.removeprefix("param_"): v for k, v in args.items() if k.startswith("param_")},
         settings={k: v for k, v in args.items() if k not in taken and not k.startswith("param_")},
-        database=args.get("database") or http.headers.get("X-ClickHouse-Database", ""),
-        default_format=args.get("default_format") or http.headers.get("X-ClickHouse-Format", ""),
+        database=args.get("database") or http.headers.get("X-ClickHouse-Database") or "",
+        default_format=args.get("default_format") or http.headers.get("X-ClickHouse-Format") or "",
         session_id=args.get("session_id", ""),
         session_timeout_sec=float(args.get("session_timeout", "60")),
         session_must_exist=args.get("session_check") == "1",
@@ -160,7 +161,8 @@ class Front:
         query_id = http.query.get("query_id") or str(uuid.uuid4())
         headers = self._headers(query_id)
         if self._foreign_host(http):
-            return self._failure(EngineError(516, f"Code: 516. DB::Exception: Host {http.host!r} is not local"), headers)
+            refusal = EngineError(516, f"Code: 516. DB::Exception: Host {http.host!r} is not local")
+            return self._failure(refusal, headers)
         try:
             args, body, files = await _read(http)
             if not args.get("query") and not body and http.method in ("GET", "HEAD"):

@@ -1,0 +1,271 @@
+"""The sink service: every topic of the catalogue into ClickHouse, exactly once, about a second behind.
+
+Order of things for each batch: note its bounds (a commit that moves no offset), insert, commit the offsets. After a
+kill at any point the next holder of the partitions finds the note, replays that batch with the same bounds and so the
+same deduplication tokens, and goes on. The note also names the database, by its UUID: a database that was removed or
+exchanged for another is filled from the beginning of the log.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+
+from consumers.clickhouse.connect import ClickHouseUnavailableError, wait_for_clickhouse
+from consumers.clickhouse.migrate import migrate
+from consumers.clickhouse.sink import (
+    SERVICE,
+    Bounds,
+    Decoder,
+    Note,
+    TopicBatch,
+    build_tables,
+    format_bounds,
+    parse_bounds,
+    pending_batches,
+)
+from infra.kafka import EventWriter, ensure_topics, make_codec
+from infra.settings import Settings
+from schemas.codec import CodecError, UnknownSchemaError
+from schemas.events import DeadLettered
+from schemas.topics import CATALOGUE, SCHEMAS_TOPIC
+from streams.runtime.group_reader import Commit, GroupReader, read_ranges
+from streams.runtime.kafka_log import read_compacted
+from streams.runtime.log import TopicPart
+from streams.runtime.metrics import LoopMetrics, start_health_server
+from streams.runtime.step import Record
+
+log = structlog.get_logger()
+
+TOPICS = tuple(t.name for t in CATALOGUE if t.name != SCHEMAS_TOPIC)
+
+#: A batch is inserted when its first record has waited this long, or when it is this large.
+FLUSH_SEC = 1.0
+FLUSH_ROWS = 10_000
+FLUSH_BYTES = 32 * 1024 * 1024
+_POLL_RECORDS = 2_000
+_POLL_SEC = 0.25
+
+
+class SinkError(RuntimeError):
+    """The sink cannot go on: says why and what to do."""
+
+
+class StoppedError(Exception):
+    """The service was asked to stop while it waited for ClickHouse."""
+
+
+class Sink:
+    """One instance of the sink."""
+
+    def __init__(self, settings: Settings, client: Any, stop: threading.Event, instance: int = 0) -> None:
+        self._settings, self._client, self._stop = settings, client, stop
+        self._metrics = LoopMetrics(SERVICE, instance)
+        self._writer = EventWriter(settings)
+        self._codec = make_codec(settings)
+        self._decoder = Decoder(self._codec, self._dead_letter, self._learn_schemas)
+        self._database = str(client.command("SELECT uuid FROM system.databases WHERE name = currentDatabase()"))
+        self._batches: dict[str, TopicBatch] = {}
+        self._first_at = 0.0
+        self._broken = False
+        self._committed: dict[TopicPart, int] = {}
+        self._reader = GroupReader(
+            settings,
+            SERVICE,
+            TOPICS,
+            on_assigned=self._on_assigned,
+            on_revoked=self._on_revoked,
+            should_stop=stop.is_set,
+        )
+
+    @property
+    def ready(self) -> bool:
+        """The group gave this instance its partitions."""
+        return self._reader.joined
+
+    # -- the loop
+
+    def run(self) -> None:
+        """Until `stop` is set; then what was read is inserted and committed."""
+        try:
+            while not self._stop.is_set():
+                records = self._reader.poll(_POLL_RECORDS, _POLL_SEC)
+                for record in records:
+                    self._take(record)
+                for topic, num in Counter(record.topic for record in records).items():
+                    self._metrics.count_in(topic, num)
+                if self._due():
+                    self.flush()
+            self.flush()
+        except StoppedError:
+            self._broken = True
+            log.info("sink_stopped_without_clickhouse", remedy="the batch is replayed at the next start")
+        except BaseException:
+            self._broken = True
+            raise
+        finally:
+            self._reader.close()
+
+    def _take(self, record: Record) -> None:
+        if not self._batches:
+            self._first_at = time.monotonic()
+        batch = self._batches.setdefault(record.topic, TopicBatch(record.topic))
+        self._decode(batch, record)
+
+    def _decode(self, batch: TopicBatch, record: Record) -> None:
+        try:
+            self._decoder.add(batch, record)
+        except UnknownSchemaError as exc:
+            raise SinkError(
+                f"{record.topic} partition {record.partition} offset {record.offset}: {exc}; its writer is newer than "
+                "this sink: upgrade and start again, nothing is lost"
+            ) from exc
+
+    def _due(self) -> bool:
+        waited = time.monotonic() - self._first_at
+        batches = self._batches.values()
+        return (
+            waited >= FLUSH_SEC
+            or sum(b.num_rows for b in batches) >= FLUSH_ROWS
+            or sum(b.num_bytes for b in batches) >= FLUSH_BYTES
+        )
+
+    def flush(self) -> None:
+        """Insert what was read and commit it. Offsets also move over transaction markers, which carry no record."""
+        began = time.monotonic()
+        positions = self._reader.positions()
+        batches, self._batches, self._first_at = self._batches, {}, began
+        notes: dict[TopicPart, tuple[int, str]] = {}
+        for topic, batch in batches.items():
+            note = Note(self._database, format_bounds(batch.bounds)).format()
+            notes |= {(topic, number): (first, note) for number, (first, _) in batch.bounds.items()}
+        self._reader.commit(notes)
+        for batch in batches.values():
+            self._insert(batch)
+        done = {(t, number): last + 1 for t, b in batches.items() for number, (_, last) in b.bounds.items()}
+        for part, at in positions.items():
+            if at > max(self._committed.get(part, 0), done.get(part, 0)):
+                done[part] = at
+        self._commit(done)
+        if batches:
+            self._metrics.committed.inc()
+            self._metrics.batch_sec.observe(time.monotonic() - began)
+
+    def _commit(self, offsets: Mapping[TopicPart, int]) -> None:
+        if offsets:
+            note = Note(self._database).format()
+            self._reader.commit({part: (offset, note) for part, offset in offsets.items()})
+            self._committed.update(offsets)
+
+    # -- inserting
+
+    def _insert(self, batch: TopicBatch) -> None:
+        for table, token, data in build_tables(batch, self._dead_letter):
+            self._insert_table(table, token, data)
+            self._metrics.count_out(batch.topic, data.num_rows)
+        self._writer.flush()  # dead letters are written before the offsets that they belong to
+
+    def _insert_table(self, table: str, token: str, data: Any) -> None:
+        from clickhouse_connect.driver.exceptions import ClickHouseError
+
+        pause_sec = 0.1
+        while True:
+            try:
+                self._client.insert_arrow(
+                    table, data, settings={"insert_deduplication_token": token, "async_insert": 0}
+                )
+                return
+            except (ClickHouseError, OSError) as exc:
+                if getattr(exc, "code", None) in _GONE:
+                    raise SinkError(f"{table}: {exc}; the database was removed: start again to fill a new one") from exc
+                log.warning("clickhouse_insert_failed", table=table, detail=str(exc), retry_in_sec=pause_sec)
+            if self._stop.wait(pause_sec):
+                raise StoppedError
+            pause_sec = min(5.0, pause_sec * 2)
+
+    def _dead_letter(self, event: DeadLettered) -> None:
+        log.warning("dead_letter", topic=event.original_topic, offset=event.original_offset, detail=event.detail)
+        self._metrics.dead_letters.inc()
+        self._writer.write(event)
+
+    def _learn_schemas(self) -> None:
+        for _, value in read_compacted(self._settings, SCHEMAS_TOPIC):
+            try:
+                self._codec.add_schema(json.loads(value))
+            except CodecError as exc:  # an event type of a newer version: matters only when one arrives
+                log.debug("schema_not_known_here", detail=str(exc))
+
+    # -- partitions come and go
+
+    def _on_assigned(self, commits: dict[TopicPart, Commit]) -> dict[TopicPart, int | None]:
+        notes = {part: Note.parse(note) for part, (_, note) in commits.items()}
+        for (topic, text), bounds in pending_batches(notes, self._database).items():
+            log.info("sink_replays_batch", topic=topic, bounds=text)
+            self._replay(topic, bounds)
+        start: dict[TopicPart, int | None] = {}
+        for part, (offset, _) in commits.items():
+            note = notes[part]
+            if offset is None or note.database != self._database:
+                start[part] = None
+            else:
+                start[part] = parse_end(note, part[1], offset)
+        fresh = [f"{topic}/{number}" for (topic, number), offset in start.items() if offset is None]
+        log.info("sink_assigned", partitions=len(start), from_the_beginning=len(fresh))
+        self._metrics.units.set(len(start))
+        return start
+
+    def _replay(self, topic: str, bounds: Bounds) -> None:
+        batch = TopicBatch(topic)
+        for record in read_ranges(self._settings, topic, bounds):
+            self._decode(batch, record)
+        batch.bounds = dict(bounds)  # the token is that of the batch that was begun
+        self._insert(batch)
+
+    def _on_revoked(self, parts: list[TopicPart], lost: bool) -> None:
+        if self._broken:
+            return  # what was read is not in the database: its offsets must stay
+        if lost:  # another instance has them already, and finds the note if a batch was begun
+            for topic, number in parts:
+                if topic in self._batches:
+                    self._batches[topic].drop(number)
+        else:
+            self.flush()
+        for part in parts:
+            self._committed.pop(part, None)
+
+
+#: UNKNOWN_TABLE and UNKNOWN_DATABASE.
+_GONE = frozenset({60, 81})
+
+
+def parse_end(note: Note, partition: int, committed: int) -> int:
+    """Where to read on: after the batch that was begun and has been replayed, else at the committed offset."""
+    if not note.pending:
+        return committed
+    return parse_bounds(note.pending)[partition][1] + 1
+
+
+def serve(settings: Settings, instance: int, stop: threading.Event) -> None:
+    """Run the sink until `stop`. Waits for ClickHouse; raises MigrationError or SinkError with the remedy."""
+    state: dict[str, Sink] = {}
+    start_health_server(SERVICE, instance, ready=lambda: "sink" in state and state["sink"].ready)
+    client = wait_for_clickhouse(settings, stop)
+    if client is None:
+        return
+    try:
+        applied = migrate(client)
+        if applied:
+            log.info("clickhouse_migrated", database=settings.clickhouse.database, applied=applied)
+        ensure_topics(settings)
+        state["sink"] = Sink(settings, client, stop, instance)
+        state["sink"].run()
+    except ClickHouseUnavailableError as exc:
+        raise SinkError(str(exc)) from exc
+    finally:
+        client.close()
