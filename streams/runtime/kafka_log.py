@@ -67,9 +67,9 @@ _FENCED = {
 class KafkaLog:
     """One instance's connection. See `streams.runtime.log.Log` for the contract of each method."""
 
-    def __init__(self, settings: Settings, instance: int, *, session_timeout_ms: int = 10_000) -> None:
+    def __init__(self, settings: Settings, instance: int, *, session_timeout_sec: float = 10.0) -> None:
         self._settings, self._instance = settings, instance
-        self._session_timeout_ms = session_timeout_ms
+        self._session_timeout_ms = int(session_timeout_sec * 1000)
         self._names: dict[str, str] = {}  # real topic name -> catalogue name
         self._member: Consumer | None = None
         self._data: Consumer | None = None

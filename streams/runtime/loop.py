@@ -44,6 +44,8 @@ class LoopOptions:
     tick_interval_sec: float = 0.25
     #: How long a stopping loop tries to commit its last batch; what it cannot commit is read again at the next start.
     drain_timeout_sec: float = 10.0
+    #: An instance that was not heard of for so long loses its partitions to others (the broker's least is 6).
+    session_timeout_sec: float = 10.0
 
 
 @dataclass
@@ -329,7 +331,7 @@ class TransactionalLoop(Loop[S]):
     ) -> None:
         super().__init__(
             stage,
-            KafkaLog(settings, instance),
+            KafkaLog(settings, instance, session_timeout_sec=(options or LoopOptions()).session_timeout_sec),
             make_codec(settings),
             instance=instance,
             options=options,
