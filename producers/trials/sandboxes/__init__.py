@@ -1,0 +1,1 @@
+"""Sandboxes: bubblewrap outside, one set of namespaces per trial inside."""
