@@ -7,10 +7,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -19,6 +19,9 @@ from rich.table import Table
 from infra.config import ConfigError, Resolved, dump_toml, load_settings, replace_key
 from infra.logging import configure_logging
 from infra.settings import Settings
+
+if TYPE_CHECKING:
+    from infra.local.stack import ComponentStatus
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -83,6 +86,14 @@ def _run_scoped(settings: Settings, run: str) -> Settings:
     return replace_key(settings, "run.id", run_id)
 
 
+def print_stack(parts: Sequence[ComponentStatus]) -> None:
+    """One line per part of the local stack."""
+    for part in parts:
+        state = "[green]ready[/]" if part.ready else f"[red]not ready[/] {part.problem}"
+        pid = f"pid {part.process.pid}" if part.process else ("external" if not part.managed else "")
+        out.print(f"{part.name:<11} {part.address:<24} {state}  [dim]{pid}[/]", highlight=False, soft_wrap=True)
+
+
 @app.command(epilog="Example: rollstream up --set data.dir=/data/rollstream --set kafka.port=19092")
 def up(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Start the local stack: Kafka and the ClickHouse engine, on loopback."""
@@ -92,7 +103,7 @@ def up(config: ConfigOption = None, set_: SetOption = None) -> None:
     settings = _load(config, set_).settings
     with user_errors():
         info = stack_up(settings)
-    out.print(info)
+    print_stack((info.kafka, info.clickhouse))
 
 
 @app.command(epilog="Example: rollstream down")
@@ -101,8 +112,8 @@ def down(config: ConfigOption = None, set_: SetOption = None) -> None:
     from infra.local.stack import down as stack_down
 
     with user_errors():
-        stack_down(_load(config, set_).settings)
-    out.print("stopped")
+        stopped = stack_down(_load(config, set_).settings)
+    out.print(f"stopped {', '.join(record.name for record in stopped)}" if stopped else "nothing was running")
 
 
 @app.command(epilog="Example: rollstream run --config my-run.toml --set schedule.num_steps=20 --workers 2")
@@ -182,9 +193,8 @@ def status(
 
     settings = _load(config, set_).settings
     with user_errors():
-        out_of_stack = stack_status(settings)
         if not as_json:
-            out.print(out_of_stack)
+            print_stack(stack_status(settings))
         show_status(_run_scoped(settings, run), out, watch=watch, as_json=as_json)
 
 

@@ -37,8 +37,8 @@ def demo_settings(config: Path | None, overrides: Sequence[str], *, long: bool, 
     computed = {
         "run.name": f"demo{'-long' if long else ''}-seed{settings.run.seed}",
         "policy.path": str(home / "policy"),
-        "tasks.train": str(home / "pool" / "train"),
-        "tasks.held_out": str(home / "pool" / "held_out"),
+        "tasks.train": str(home / "pool" / "train.parquet"),
+        "tasks.held_out": str(home / "pool" / "held_out.parquet"),
     }
     for name, value in computed.items():
         if name not in resolved.origins or name == "run.name":
@@ -53,20 +53,30 @@ def demo_dir(settings: Settings) -> Path:
 
 def prepare(settings: Settings, console: Console) -> None:
     """Make the pool and the starting policy where they are missing (both follow from the seed)."""
-    from learner.policies.warmup import make_demo_policy
+    from learner.policies.demo_policy import make_demo_policy
 
     from producers.tasks.demo_pool import make_demo_pool
 
     size = PoolSize()
     pool = Path(settings.tasks.train).parent
-    begun = time.monotonic()
-    with console.status("making the task pool: small repositories, each with a real bug and tests that were run"):
-        info = make_demo_pool(pool, settings.run.seed, size.num_train, size.num_held_out, size.num_sft)
-    console.print(f"task pool    {info}  [dim]{time.monotonic() - begun:.0f} s[/]", highlight=False)
-    begun = time.monotonic()
+    with console.status("making the task pool: small repositories, each with a real bug, whose tests are really run"):
+        tasks = make_demo_pool(pool, settings.run.seed, size.num_train, size.num_held_out, size.num_sft)
+    console.print(
+        f"task pool    {tasks.num_train:,} training and {tasks.num_held_out:,} held-out repositories  "
+        f"[dim]{tasks.path}  {_cost(tasks.made, tasks.wall_sec)}[/]",
+        highlight=False,
+    )
     with console.status("supervised warm-up of the tiny policy on a weak teacher's demonstrations"):
         policy = make_demo_policy(Path(settings.policy.path), pool, settings.run.seed)
-    console.print(f"warm-up      {policy}  [dim]{time.monotonic() - begun:.0f} s[/]", highlight=False)
+    console.print(
+        f"warm-up      Qwen3-MoE of {policy.num_parameters / 1e6:.2f} M parameters, {policy.warmup.steps} steps, "
+        f"loss {policy.warmup.loss:.3f}  [dim]{policy.path}  {_cost(policy.made, policy.wall_sec)}[/]",
+        highlight=False,
+    )
+
+
+def _cost(made: bool, wall_sec: float) -> str:
+    return f"{wall_sec:.0f} s" if made else "reused"
 
 
 def run_demo(
@@ -80,7 +90,11 @@ def run_demo(
     prepare(settings, console)
     begun = time.monotonic()
     info = up(settings)
-    console.print(f"local stack  {info}  [dim]{time.monotonic() - begun:.0f} s[/]", highlight=False)
+    console.print(
+        f"local stack  Kafka at {info.kafka.address}, ClickHouse at {info.clickhouse.address}  "
+        f"[dim]{time.monotonic() - begun:.0f} s[/]",
+        highlight=False,
+    )
     try:
         finished, run_id = drive(settings, workers=1, plain=plain, console=console)
         if not finished:
@@ -166,7 +180,7 @@ def verify_demo(console: Console, *, config: Path | None, overrides: Sequence[st
     if not path.is_file():
         raise ValueError(f"{path}: not there; run `make demo` first")
     run_id = json.loads(path.read_text())["run_id"]
-    was_up = stack_status(settings).running
+    was_up = all(part.ready for part in stack_status(settings))
     up(settings)
     try:
         return verify_run(replace_key(settings, "run.id", run_id), console)

@@ -40,12 +40,13 @@ RUN_LIMIT_SEC = 240.0
 @pytest.fixture(scope="session")
 def demo_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small pool and a policy that has learned the format."""
-    from learner.policies.warmup import make_demo_policy
+    from learner.policies.demo_policy import make_demo_policy
+    from learner.policies.warmup import WarmupSettings
     from producers.tasks.demo_pool import make_demo_pool
 
     home = tmp_path_factory.mktemp("demo")
     make_demo_pool(home / "pool", 0, num_train=24, num_held_out=8, num_sft=2048)
-    make_demo_policy(home / "policy", home / "pool", 0, steps=90)
+    make_demo_policy(home / "policy", home / "pool", 0, WarmupSettings(steps=90))
     return home
 
 
@@ -63,8 +64,8 @@ def loop_settings(kafka_settings: Settings, demo_parts: Path, tmp_path: Path) ->
         "proxy.port": free_port(),
         "run.name": "short",
         "policy.path": str(demo_parts / "policy"),
-        "tasks.train": str(demo_parts / "pool" / "train"),
-        "tasks.held_out": str(demo_parts / "pool" / "held_out"),
+        "tasks.train": str(demo_parts / "pool" / "train.parquet"),
+        "tasks.held_out": str(demo_parts / "pool" / "held_out.parquet"),
         "schedule.num_steps": 4,
         "schedule.groups_per_step": 3,
         "schedule.group_size": 4,
@@ -207,7 +208,9 @@ def test_a_shifted_replay_raises_an_alert(loop_settings: Settings) -> None:
     try:
         finish(run)
         wait_for(
-            lambda: any(e.check == "replay_overlap_low" for e in read_events(run.settings, "alerts", types=(AlertRaised,))),
+            lambda: any(
+                e.check == "replay_overlap_low" for e in read_events(run.settings, "alerts", types=(AlertRaised,))
+            ),
             "alert",
             run,
             60,
