@@ -64,6 +64,8 @@ def user_errors() -> Iterator[None]:
     """Turn errors that name their remedy into a message; leave bugs to their traceback."""
     try:
         yield
+    except typer.Exit:
+        raise
     except USER_ERRORS as exc:
         if type(exc) in (ValueError, RuntimeError, OSError) and not str(exc):
             raise
