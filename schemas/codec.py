@@ -93,6 +93,7 @@ class Codec:
         self._writers: dict[type[Event], tuple[bytes, Any, Callable[[Any], dict[str, Any]]]] = {}
         self._readers: dict[bytes, _Reader] = {}
         self._by_id: dict[int, _Reader] = {}
+        self._prefixes: dict[type[Event], bytes] = {}
         self._newest: dict[str, Schema] = {}
         for name, cls in EVENTS.items():
             versions = load_all_versions(name)
@@ -117,8 +118,7 @@ class Codec:
         except KeyError:
             raise CodecError(f"{cls.__name__} is not in the catalogue; register it with @event") from None
         if self._registry is not None:
-            schema_id = self._registry.id_of(self._prefix + cls.TOPIC, self._newest[cls.__name__])
-            prefix = struct.pack(">bI", CONFLUENT_MAGIC, schema_id)
+            prefix = self._confluent_prefix(cls)
         out = io.BytesIO()
         out.write(prefix)
         try:
@@ -126,6 +126,14 @@ class Codec:
         except (TypeError, ValueError, AttributeError, KeyError, OverflowError, UnknownType) as exc:
             raise CodecError(f"{cls.__name__} {event.event_id}: {exc}") from exc
         return out.getvalue()
+
+    def _confluent_prefix(self, cls: type[Event]) -> bytes:
+        prefix = self._prefixes.get(cls)
+        if prefix is None:
+            assert self._registry is not None
+            schema_id = self._registry.id_of(self._prefix + cls.TOPIC, self._newest[cls.__name__])
+            prefix = self._prefixes[cls] = struct.pack(">bI", CONFLUENT_MAGIC, schema_id)
+        return prefix
 
     # -- reading
 
