@@ -135,7 +135,7 @@ class SchedulingStage:
         outputs += self._replace_dropped(state)
         if is_run_complete(state, self._schedule):
             state.finished = True
-            at = max(state.step_done_at, state.pass_done_at, min(s.occurred_at for s in state.starts))
+            at = max([state.step_done_at, *state.pass_done_at.values(), min(s.occurred_at for s in state.starts)])
             outputs.append(self._end_run("completed", "all steps and validation passes are complete", state, at))
         return outputs
 

@@ -35,9 +35,14 @@ def apply_lease(state: SchedulerState, event: TrialLeased | LeaseRenewed) -> Non
     if trial.elected is not None or trial.lost is not None or event.attempt != trial.attempt:
         return
     held = state.leases.get(event.trial_id)
-    if isinstance(event, LeaseRenewed) and (held is None or held.lease_id != event.lease_id):
-        return
-    state.leases[event.trial_id] = Lease(event.attempt, event.lease_id, event.deadline_ms)
+    if held is not None and held.lease_id == event.lease_id:
+        deadline_ms = max(held.deadline_ms, event.deadline_ms)
+    elif isinstance(event, TrialLeased) and event.lease_id not in trial.lease_ids:
+        trial.lease_ids.add(event.lease_id)
+        deadline_ms = event.deadline_ms
+    else:
+        return  # a repeat, or a renewal of a lease that another claim of the same offer took over
+    state.leases[event.trial_id] = Lease(event.attempt, event.lease_id, deadline_ms)
 
 
 def apply_lapse(state: SchedulerState, event: LeaseLapsed, max_attempts: int) -> list[Event]:

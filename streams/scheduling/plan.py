@@ -89,18 +89,18 @@ def next_due(state: SchedulerState, schedule: ScheduleSection, run_id: RunId) ->
             return Due("validation", version, version, size, at)
         if any(g not in state.closed_at for g in ids):
             break
-        state.pass_done_at = max(state.closed_at[g] for g in ids)
+        state.pass_done_at[version] = max(state.closed_at[g] for g in ids)
         state.num_passes_done += 1
     barrier = points[state.num_passes_done] if state.num_passes_done < len(points) else schedule.num_steps
     step = state.next_step
     if step >= min(barrier, schedule.num_steps):
         return None
-    passed = points[state.num_passes_done - 1] if state.num_passes_done else 0
+    passed = max((point for point in points if point <= step), default=0)
     version = max(step - schedule.max_staleness, passed, 0)
     served = [at for v, at in state.loaded_at.items() if v >= version]
     if version not in state.published_at or not served:
         return None
-    at = max(started_at, state.published_at[version], min(served), state.pass_done_at)
+    at = max(started_at, state.published_at[version], min(served), state.pass_done_at.get(passed, 0))
     return Due("train", step, version, schedule.groups_per_step, at)
 
 

@@ -24,6 +24,8 @@ class TrialState:
     offer: TrialOffered | None = None
     #: The attempt that may run now; counts on with each lapsed lease.
     attempt: int = 1
+    #: Leases that were seen.
+    lease_ids: set[str] = field(default_factory=set)
     elected: AttemptFinished | None = None
     #: The lapse that used up the last attempt.
     lost: LeaseLapsed | None = None
@@ -52,9 +54,9 @@ class SchedulerState:
     #: Groups that ended -> when.
     closed_at: dict[GroupId, int] = field(default_factory=dict)
     dropped: dict[GroupId, GroupDropped] = field(default_factory=dict)
-    #: Number of validation passes that are complete, when the newest was, and the next step to offer.
+    #: Number of validation passes that are complete, when each was (by version), and the next step to offer.
     num_passes_done: int = 0
-    pass_done_at: int = 0
+    pass_done_at: dict[int, int] = field(default_factory=dict)
     next_step: int = 0
     trials: dict[TrialId, TrialState] = field(default_factory=dict)
     done: set[TrialId] = field(default_factory=set)
