@@ -132,10 +132,10 @@ class _Connection:
             try:
                 data, fds, flags, _ = socket.recv_fds(self._conn, MAX_LINE_BYTES, 4)
             except BlockingIOError:
-                readable = loop.create_future()
-                loop.add_reader(self._conn, lambda f=readable: f.done() or f.set_result(None))
+                readable = asyncio.Event()
+                loop.add_reader(self._conn, readable.set)
                 try:
-                    await readable
+                    await readable.wait()
                 finally:
                     loop.remove_reader(self._conn)
                 continue

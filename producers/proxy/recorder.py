@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import structlog
 
@@ -27,9 +28,8 @@ class Recorder:
 
     def __init__(self, settings: Settings, ack_timeout_sec: float) -> None:
         self._timeout_sec = ack_timeout_sec
-        producer = make_producer(
-            settings, **{"linger.ms": 1, "message.timeout.ms": max(1000, int(ack_timeout_sec * 1000))}
-        )
+        overrides: dict[str, Any] = {"linger.ms": 1, "message.timeout.ms": max(1000, int(ack_timeout_sec * 1000))}
+        producer = make_producer(settings, **overrides)
         self._writer = EventWriter(settings, producer=producer)
         self._loop = asyncio.get_running_loop()
         self._stopping = threading.Event()

@@ -17,7 +17,7 @@ from producers.proxy.app import make_app
 from producers.proxy.calls import Backend
 from producers.proxy.control import ControlServer
 from producers.proxy.engines.base import Engine
-from producers.proxy.engines.scripted import ScriptedEngine, parse_script
+from producers.proxy.engines.scripted import SCRIPTED_MAX_MODEL_LEN, ScriptedEngine, parse_script
 from producers.proxy.policies import PolicyFollower
 from producers.proxy.recorder import Recorder
 from producers.proxy.rendering import Renderer
@@ -61,7 +61,7 @@ def make_engine(settings: Settings, instance: int) -> Engine:
             decode=renderer.decode,
             stop_token_id=renderer.stop_token_id,
             replica=replica,
-            **({"max_model_len": section.max_model_len} if section.max_model_len else {}),
+            max_model_len=section.max_model_len or SCRIPTED_MAX_MODEL_LEN,
         )
     raise ValueError(f"engine.kind = {section.kind!r} is not available; use torch or scripted")
 

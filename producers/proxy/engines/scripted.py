@@ -38,6 +38,9 @@ from schemas.packing import unpack_floats
 #: Layout of the invented routing rows.
 SCRIPTED_ROUTING = RoutingShape(num_layers=2, top_k=2, num_experts=8, dtype="uint8")
 
+#: Context length when [engine] gives none.
+SCRIPTED_MAX_MODEL_LEN = 131_072
+
 _MASK = 2**32 - 1
 
 
@@ -110,7 +113,7 @@ class ScriptedEngine:
         decode: Callable[[Sequence[int]], str],
         stop_token_id: int,
         replica: str = "engine/0",
-        max_model_len: int = 131_072,
+        max_model_len: int = SCRIPTED_MAX_MODEL_LEN,
         routing_shape: RoutingShape | None = SCRIPTED_ROUTING,
         keep_calls: int = 10_000,
     ) -> None:

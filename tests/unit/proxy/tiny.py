@@ -26,7 +26,8 @@ TEMPLATE = """{%- if tools %}<|im_start|>system
 {% endif %}"""
 
 _CORPUS = [
-    "<|im_start|>user\nFAILED test_ops.py::test_above_cup\n$ cat -n ops.py\n     1\tdef above_cup(x):\n     2\t    return x < 7\n",
+    "<|im_start|>user\nFAILED test_ops.py::test_above_cup\n$ cat -n ops.py\n"
+    "     1\tdef above_cup(x):\n     2\t    return x < 7\n",
     '{"name": "bash", "arguments": {"command": "sed -i \'2s/</>/\' ops.py && cat ops.py"}}',
     "assistant tool system user the quick brown fox jumps over the lazy dog",
 ]
