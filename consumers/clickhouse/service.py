@@ -38,7 +38,7 @@ from schemas.topics import CATALOGUE, SCHEMAS_TOPIC
 from streams.runtime.group_reader import Commit, GroupReader, read_ranges
 from streams.runtime.kafka_log import read_compacted
 from streams.runtime.log import TopicPart
-from streams.runtime.metrics import LoopMetrics, start_health_server
+from streams.runtime.metrics import LoopMetrics
 from streams.runtime.step import Record
 
 log = structlog.get_logger()
@@ -253,6 +253,8 @@ def parse_end(note: Note, partition: int, committed: int) -> int:
 
 def serve(settings: Settings, instance: int, stop: threading.Event) -> None:
     """Run the sink until `stop`. Waits for ClickHouse; raises MigrationError or SinkError with the remedy."""
+    from streams.runtime.metrics import start_health_server
+
     state: dict[str, Sink] = {}
     start_health_server(SERVICE, instance, ready=lambda: "sink" in state and state["sink"].ready)
     client = wait_for_clickhouse(settings, stop)
