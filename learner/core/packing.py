@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,24 +105,24 @@ def _pack_replay(rows: Sequence[SegmentRow], num_T: int) -> Replay | None:
     if not routing:
         return None
     _, num_L, num_K = routing[0].expert_ids_TLK.shape
-    ids_BTLK = np.broadcast_to(np.arange(num_K, dtype=np.int64), (len(rows), num_T, num_L, num_K)).copy()
+    ids_BTLK = np.broadcast_to(np.arange(num_K, dtype=np.int16), (len(rows), num_T, num_L, num_K)).copy()
     recorded_BT = np.zeros((len(rows), num_T), dtype=np.bool_)
     for b, part in enumerate(routing):
         ids_BTLK[b, : len(part.recorded_T)] = part.expert_ids_TLK
         recorded_BT[b, : len(part.recorded_T)] = part.recorded_T
-    layers = tuple(torch.from_numpy(ids_BTLK[:, :, layer].copy()) for layer in range(num_L))
+    layers = tuple(torch.from_numpy(ids_BTLK[:, :, layer].astype(np.int64)) for layer in range(num_L))
     return Replay(layers, torch.from_numpy(recorded_BT))
 
 
-def pack_micro_batches(rows: Sequence[SegmentRow], max_padded_tokens: int) -> list[MicroBatch]:
+def pack_micro_batches(rows: Sequence[SegmentRow], max_padded_tokens: int) -> Iterator[MicroBatch]:
     """Rows of any number of trials to micro-batches of at most `max_padded_tokens` (but for single long trials).
 
-    Rows of length 0 (everything left out) are dropped.
+    Rows of length 0 (everything left out) are dropped. Padded one at a time, when it is asked for.
     """
     by_sequence: dict[int, list[SegmentRow]] = {}
     for row in rows:
         if row.length:
             by_sequence.setdefault(row.sequence, []).append(row)
     groups = list(by_sequence.values())
-    plan = plan_micro_batches([[r.length for r in g] for g in groups], max_padded_tokens)
-    return [pack_rows([row for i in batch for row in groups[i]]) for batch in plan]
+    for batch in plan_micro_batches([[r.length for r in g] for g in groups], max_padded_tokens):
+        yield pack_rows([row for i in batch for row in groups[i]])

@@ -39,9 +39,9 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class RoutingRows:
-    """Recorded experts of one segment. expert_ids_TLK: int64 [T, L, K]; recorded_T: bool [T]."""
+    """Recorded experts of one segment. expert_ids_TLK: int16 [T, L, K]; recorded_T: bool [T]."""
 
-    expert_ids_TLK: npt.NDArray[np.int64]
+    expert_ids_TLK: npt.NDArray[np.int16]
     recorded_T: npt.NDArray[np.bool_]
 
 
@@ -98,7 +98,7 @@ def _check_calls(calls: Sequence[CallSlice], num_tokens: int, mask_T: npt.NDArra
         raise SegmentError(f"{where}: token {int(stray[0])} has mask 1 and lies in no call's sampled slice")
 
 
-def _check_chunk(chunk: RoutingRecorded, shape: ModelShape, limit: int) -> npt.NDArray[np.int64]:
+def _check_chunk(chunk: RoutingRecorded, shape: ModelShape, limit: int) -> npt.NDArray[np.int16]:
     """The chunk's expert ids [n, L, K], checked against the model. Raises SegmentError naming the call."""
     where = f"routing of call {chunk.call_id}, chunk {chunk.chunk_index}"
     got = (chunk.num_layers, chunk.top_k, chunk.num_experts)
@@ -114,7 +114,7 @@ def _check_chunk(chunk: RoutingRecorded, shape: ModelShape, limit: int) -> npt.N
         )
     dtype = "u1" if chunk.dtype == "uint8" else "<u2"
     flat = _array(chunk.expert_ids, dtype, chunk.num_tokens * chunk.num_layers * chunk.top_k, where)
-    return flat.reshape(chunk.num_tokens, chunk.num_layers, chunk.top_k).astype(np.int64)
+    return flat.reshape(chunk.num_tokens, chunk.num_layers, chunk.top_k).astype(np.int16)
 
 
 def collect_routing(
@@ -129,7 +129,7 @@ def collect_routing(
     error. Invalid rows hold arange(K), a legal choice that is never used.
     """
     ids_TLK = np.broadcast_to(
-        np.arange(shape.top_k, dtype=np.int64), (num_tokens, shape.num_layers, shape.top_k)
+        np.arange(shape.top_k, dtype=np.int16), (num_tokens, shape.num_layers, shape.top_k)
     ).copy()
     recorded_T = np.zeros(num_tokens, dtype=np.bool_)
     for call in calls:
@@ -150,10 +150,10 @@ def collect_routing(
     return RoutingRows(ids_TLK, recorded_T)
 
 
-def _check_expert_ids(rows_nLK: npt.NDArray[np.int64], shape: ModelShape, where: str) -> None:
+def _check_expert_ids(rows_nLK: npt.NDArray[np.int16], shape: ModelShape, where: str) -> None:
     if not rows_nLK.size:
         return
-    if int(rows_nLK.max()) >= shape.num_experts:
+    if int(rows_nLK.max()) >= shape.num_experts or int(rows_nLK.min()) < 0:  # negative: beyond int16
         raise SegmentError(f"{where}: expert id {int(rows_nLK.max())}, the model has {shape.num_experts} experts")
     ordered = np.sort(rows_nLK, axis=-1)
     if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
@@ -244,7 +244,7 @@ def make_rows(
     """
     rows = []
     for segment in trajectory.segments:
-        if not any(segment.mask):
+        if 1 not in segment.mask:
             continue
         rows.append(_trim(make_segment_row(segment, sequence, chunks, options, trajectory.trial_id)))
     return rows

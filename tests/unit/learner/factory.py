@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, models
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from learner.backends.router_replay import install_replay_routers
 from schemas.events.calls import RoutingRecorded, VersionSpan
+from schemas.events.training import GroupMember, GroupReady
 from schemas.events.trajectories import CallSlice, Segment, TrajectoryAssembled
-from schemas.ids import CallId, ConversationId, GroupId, RunId, TaskId, TrialId, derive_id, make_call_id
+from schemas.ids import (
+    CallId,
+    ConversationId,
+    GroupId,
+    RunId,
+    TaskId,
+    TrialId,
+    derive_id,
+    make_call_id,
+    make_group_id,
+    make_trial_id,
+)
 from schemas.packing import all_bits, pack_bits, pack_floats, pack_ints
 
 VOCAB = 64
@@ -42,6 +57,7 @@ def make_policy(directory: Path, *, seed: int = 0, norm_topk_prob: bool = True, 
     )
     Qwen3MoeForCausalLM(config).save_pretrained(directory)
     (directory / "chat_template.jinja").write_text("{{ messages }}")
+    Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>")).save(str(directory / "tokenizer.json"))
     return directory
 
 
@@ -165,3 +181,66 @@ def _routing_of(
                 )
             )
     return out
+
+
+@dataclass(frozen=True)
+class RecordedGroup:
+    """A group and all that the learner reads of it."""
+
+    ready: GroupReady
+    trajectories: tuple[TrajectoryAssembled, ...]
+    routing: tuple[RoutingRecorded, ...]
+
+
+def record_group(
+    sampler: Sampler,
+    step: int,
+    index: int,
+    rewards: Sequence[float | None],
+    *,
+    run_id: str = "run-test",
+    purpose: str = "train",
+    turns: Sequence[tuple[int, int]] = ((12, 6), (4, 5)),
+    chunk_rows: int = 10_000,
+) -> RecordedGroup:
+    """A group of one trial per reward; None: masked by admission."""
+    group_id = make_group_id(RunId(run_id), purpose, step, index)
+    trajectories, routing, members = [], [], []
+    for i, reward in enumerate(rewards):
+        trial_id = make_trial_id(group_id, i)
+        seed = 10_000 * step + 100 * index + i
+        one, chunks = record_trial(
+            sampler, trial_id, group_id, run_id=run_id, turns=turns, seed=seed, purpose=purpose, chunk_rows=chunk_rows
+        )
+        trajectories.append(one)
+        routing += chunks
+        members.append(
+            GroupMember(
+                trial_id=trial_id,
+                trajectory_event_id=one.event_id,
+                admitted=reward is not None,
+                reward=reward,
+                termination_reason="agent_completed" if reward is not None else "sandbox_lost",
+                min_version=sampler.version,
+                max_version=sampler.version,
+                num_sampled_tokens=one.num_sampled_tokens,
+            )
+        )
+    admitted = [r for r in rewards if r is not None]
+    ready = GroupReady(
+        event_id=derive_id("GroupReady", group_id),
+        run_id=RunId(run_id),
+        occurred_at=1,
+        producer="grouping",
+        group_id=group_id,
+        task_id=TaskId("task"),
+        purpose=purpose,
+        policy_version=sampler.version,
+        step=step,
+        members=tuple(members),
+        num_admitted=len(admitted),
+        reward_mean=sum(admitted) / max(1, len(admitted)),
+        reward_std=statistics.stdev(admitted) if len(admitted) > 1 else 0.0,
+        zero_variation=len(set(admitted)) < 2,
+    )
+    return RecordedGroup(ready, tuple(trajectories), tuple(routing))

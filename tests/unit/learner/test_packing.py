@@ -11,6 +11,7 @@ from learner.core.packing import pack_micro_batches, pack_rows, plan_micro_batch
 from learner.core.segments import ModelShape, RowOptions, SegmentError, collect_routing, make_rows, shift_routing
 from schemas.events.calls import RoutingRecorded, VersionSpan
 from schemas.events.trajectories import Segment, TrajectoryAssembled
+from schemas.ids import CallId
 from schemas.packing import pack_bits, unpack_floats
 from tests.unit.learner.factory import VOCAB, Sampler, make_policy, record_trial
 
@@ -18,7 +19,7 @@ SHAPE = ModelShape(num_layers=2, top_k=2, num_experts=8, vocab_size=VOCAB)
 OPTIONS = RowOptions(shape=SHAPE, oldest_version=0)
 TURNS = ((12, 6), (4, 5), (3, 4))
 
-Chunks = dict[str, list[RoutingRecorded]]
+Chunks = dict[CallId, list[RoutingRecorded]]
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +159,7 @@ def test_stale_and_unreported_tokens_are_left_out_and_counted(
     assert (row.num_unreported, int(row.train_T.sum())) == (1, 14)
     (row,) = make_rows(trajectory, 0, by_call(routing), replace(OPTIONS, oldest_version=4))
     assert (row.length, row.num_stale) == (0, 15)
-    assert pack_micro_batches([row], 100) == []
+    assert list(pack_micro_batches([row], 100)) == []
 
 
 def test_shift_moves_routing_by_whole_tokens(recorded: tuple[TrajectoryAssembled, list[RoutingRecorded]]) -> None:
