@@ -331,7 +331,7 @@ class KafkaLog:
 
     def writer_schemas(self) -> list[dict[str, Any]]:
         """Every schema on the `schemas` topic."""
-        return [json.loads(value) for _, value in read_compacted(self._settings, SCHEMAS_TOPIC)]
+        return read_writer_schemas(self._settings)
 
     def lag(self) -> dict[TopicPart, int]:
         """High watermark (as last seen by the fetcher) less the next offset to read."""
@@ -418,6 +418,11 @@ def to_record(message: Message, topic: str) -> Record:
         tuple((name, value or b"") for name, value in headers) if headers else (),
         message.timestamp()[1],
     )
+
+
+def read_writer_schemas(settings: Settings) -> list[dict[str, Any]]:
+    """Every schema on the `schemas` topic."""
+    return [json.loads(value) for _, value in read_compacted(settings, SCHEMAS_TOPIC)]
 
 
 def read_compacted(settings: Settings, topic: str) -> list[tuple[bytes | None, bytes]]:
