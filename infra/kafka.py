@@ -12,8 +12,25 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import structlog
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
+from confluent_kafka import (
+    AcknowledgeType,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    Producer,
+    ShareConsumer,
+    TopicPartition,
+)
+from confluent_kafka.admin import (
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    NewTopic,
+    OffsetSpec,
+    ResourceType,
+)
 
 from infra.settings import Settings
 from schemas.base import Event
@@ -379,3 +396,47 @@ def group_lag(settings: Settings, group: str, ends: Mapping[tuple[str, int], int
         return sum(max(0, end - at.get((topic_name(settings, n), p), 0)) for (n, p), end in ends.items())
     finally:
         consumer.close()
+
+
+#: Deliveries after which the broker sets a record of a share group aside (KIP-932; the broker's own maximum).
+SHARE_DELIVERY_LIMIT = 10
+#: A record handed out through a share group returns to the queue after this long without an acknowledgement.
+SHARE_LOCK_SEC = 60
+
+
+def configure_share_group(settings: Settings, group: str) -> bool:
+    """Set up a share group that reads committed records from the start; False where the broker has none."""
+    values = {
+        "share.auto.offset.reset": "earliest",
+        "share.isolation.level": "read_committed",
+        "share.record.lock.duration.ms": str(SHARE_LOCK_SEC * 1000),
+        "share.delivery.count.limit": str(SHARE_DELIVERY_LIMIT),
+        "share.assignment.interval.ms": "0",
+    }
+    admin, name = make_admin(settings), settings.kafka.topic_prefix + group
+    for key in values:  # one by one: brokers know different subsets, the first decides
+        entry = ConfigEntry(key, values[key], incremental_operation=AlterConfigOpType.SET)
+        resource = ConfigResource(ResourceType.GROUP, name, incremental_configs=[entry])
+        try:
+            admin.incremental_alter_configs([resource])[resource].result(STARTUP_TIMEOUT_SEC)
+        except KafkaException as exc:
+            if key == "share.auto.offset.reset":
+                log.info("the broker has no share groups", error=exc.args[0].str())
+                return False
+            log.warning("share group setting refused", setting=key, error=exc.args[0].str())
+    return True
+
+
+def make_share_consumer(settings: Settings, *, group: str, **overrides: Any) -> ShareConsumer:
+    """A consumer of a share group that acknowledges explicitly. Not thread-safe."""
+    config = _common(settings) | {
+        "group.id": settings.kafka.topic_prefix + group,
+        "share.acknowledgement.mode": "explicit",
+        "fetch.wait.max.ms": 50,
+    }
+    return ShareConsumer(config | overrides)
+
+
+def release_message(consumer: ShareConsumer, message: Message) -> None:
+    """Give a record of a share group back for another member."""
+    consumer.acknowledge(message, AcknowledgeType.RELEASE)
