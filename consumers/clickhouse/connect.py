@@ -30,6 +30,13 @@ def _remedy(settings: Settings) -> str:
     return "start the local stack with `rollstream up`, or set clickhouse.url to a running server"
 
 
+def _reason(exc: Exception) -> str:
+    """What a person needs of the client's message: the innermost cause, without the request's address."""
+    text = str(exc).splitlines()[0]
+    _, found, cause = text.rpartition("[Errno ")
+    return cause.partition("] ")[2].split('"')[0].split("'")[0].strip(") ") if found else text
+
+
 def connect(settings: Settings, *, database: str | None = None) -> Any:
     """A clickhouse-connect client without session; `database` None: the configured one.
 
@@ -56,7 +63,7 @@ def connect(settings: Settings, *, database: str | None = None) -> Any:
         )
     except (ClickHouseError, OSError) as exc:
         raise ClickHouseUnavailableError(
-            f"no ClickHouse at {clickhouse_url(settings)} ({exc}); {_remedy(settings)}"
+            f"no ClickHouse at {clickhouse_url(settings)} ({_reason(exc)}); {_remedy(settings)}"
         ) from exc
 
 

@@ -67,9 +67,7 @@ def decompress(data: bytes, encoding: str) -> bytes:
                 return bytes(stream.read())
     except (OSError, ValueError, ArithmeticError) as exc:
         raise EngineError(354, f"Code: 354. DB::Exception: body is no {encoding} stream: {exc}") from exc
-    raise EngineError(
-        48, f"Code: 48. DB::Exception: Content-Encoding {encoding!r}: use zstd, lz4, gzip, br or deflate"
-    )
+    raise EngineError(48, f"Code: 48. DB::Exception: Content-Encoding {encoding!r}: use zstd, lz4, gzip, br or deflate")
 
 
 def _external_tables(args: MultiDict[str], files: dict[str, bytes]) -> tuple[ExternalTable, ...]:

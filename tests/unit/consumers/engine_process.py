@@ -59,7 +59,7 @@ class OwnerProcess:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         if self.process is not None and self.process.poll() is None:
             self.stop()
 

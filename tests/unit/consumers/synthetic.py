@@ -76,7 +76,7 @@ STAGE_SEC = {"prepare": 0.5, "setup": 1.0, "agent": 2.0, "verify": 0.5}
 class History:
     """Events in the order in which they happen; `now` moves by 100 ms per event."""
 
-    run: RunId = RunId("run-x")
+    run: RunId
     now: int = START_MS
     num: int = 0
     events: list[Event] = field(default_factory=list)
