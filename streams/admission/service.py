@@ -13,5 +13,8 @@ from streams.runtime.metrics import start_health_server
 def serve(settings: Settings, instance: int, stop: threading.Event) -> None:
     """Admit or reject trajectories until `stop` is set."""
     loop = TransactionalLoop(AdmissionStage(settings), settings, instance)
-    start_health_server("admission", instance, ready=lambda: loop.ready)
-    loop.run(stop)
+    health = start_health_server("admission", instance, settings, ready=lambda: loop.ready)
+    try:
+        loop.run(stop)
+    finally:
+        health.close()

@@ -13,5 +13,8 @@ from streams.runtime.metrics import start_health_server
 def serve(settings: Settings, instance: int, stop: threading.Event) -> None:
     """Assemble trajectories until `stop` is set."""
     loop = TransactionalLoop(AssemblyStage(settings), settings, instance)
-    start_health_server("assembly", instance, ready=lambda: loop.ready)
-    loop.run(stop)
+    health = start_health_server("assembly", instance, settings, ready=lambda: loop.ready)
+    try:
+        loop.run(stop)
+    finally:
+        health.close()

@@ -16,5 +16,8 @@ def serve(settings: Settings, instance: int, stop: threading.Event) -> None:
     """Schedule the run `settings.run.id` until `stop` is set."""
     clock = LeaseClock(RunId(settings.run.id))
     loop = TransactionalLoop(SchedulingStage(settings), settings, instance, tick=clock.tick)
-    start_health_server("scheduler", instance, ready=lambda: loop.ready)
-    loop.run(stop)
+    health = start_health_server("scheduler", instance, settings, ready=lambda: loop.ready)
+    try:
+        loop.run(stop)
+    finally:
+        health.close()

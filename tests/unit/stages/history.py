@@ -221,7 +221,7 @@ class History:
 
     def events(self, *topics: str) -> list[Event]:
         """The events of some topics, partition by partition."""
-        return [e for topic in topics for (name, _), events in sorted(self.log.items()) if name == topic for e in events]
+        return [e for topic in topics for part in sorted(self.log) if part[0] == topic for e in self.log[part]]
 
 
 def make_history(

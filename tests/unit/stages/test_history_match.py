@@ -105,7 +105,7 @@ def test_what_harnesses_change_is_not_a_difference(sent: dict[str, Any], resent:
         (tool_turn("c1", "ls", "x"), reply("x")),
         (result("c1", "a"), result("c1", "b")),
         (result("c1", "a"), result("c2", "a")),
-        (user([{"type": "image_url", "image_url": {"url": "a"}}]), user([{"type": "image_url", "image_url": {"url": "b"}}])),
+        (user([{"type": "image_url", "url": "a"}]), user([{"type": "image_url", "url": "b"}])),
     ],
 )
 def test_real_differences_are_seen(sent: dict[str, Any], resent: dict[str, Any]) -> None:

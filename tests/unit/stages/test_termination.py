@@ -34,7 +34,7 @@ TABLE: list[tuple[str, dict[str, Any], str]] = [
     ("context overflow", {"context_overflow": True, **CRASHED}, "overlong"),
     ("cut in a tool call", {"length_stop": True, "num_parser_failures": 1, **CRASHED}, "overlong"),
     ("turn limit", {"max_turns_hit": True, "agent_exit_status": "LimitsExceeded"}, "max_turns_reached"),
-    ("turn limit, some unparsed", {"max_turns_hit": True, "num_calls": 3, "num_parser_failures": 2}, "max_turns_reached"),
+    ("turn limit, some parsed", {"max_turns_hit": True, "num_calls": 3, "num_parser_failures": 2}, "max_turns_reached"),
     ("turn limit, all unparsed", {"max_turns_hit": True, "num_calls": 2, "num_parser_failures": 2}, "parser_failed"),
     ("turn limit beats its own exit word", {"max_turns_hit": True}, "max_turns_reached"),
     ("unparsed and stopped", {"num_parser_failures": 1, **CRASHED}, "parser_failed"),
