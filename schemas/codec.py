@@ -13,6 +13,7 @@ Timestamps stay integers (milliseconds) in the dataclasses: the logical type is 
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
 import struct
@@ -20,17 +21,16 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import fastavro
-from fastavro._schema_common import UnknownType
 
-from schemas.avro_types import Schema, load_all_versions
+from schemas.avro_types import Schema, SchemaError, derive_schema, load_all_versions, load_schema
 from schemas.base import EVENTS, Event
-from schemas.records import from_record_function, to_record_function
+from schemas.encoder import Encoder, encoder_function
+from schemas.records import from_record_function
 
 SINGLE_OBJECT_MAGIC = b"\xc3\x01"
 CONFLUENT_MAGIC = 0
 HEADER_TYPE = "event-type"
 
-_write = fastavro.schemaless_writer
 _read = fastavro.schemaless_reader
 
 
@@ -68,72 +68,86 @@ def _plain(schema: Any) -> Any:
 class _Reader:
     """Decodes bodies of one writer schema into its event class, resolved to the newest schema."""
 
-    __slots__ = ("_reader_schema", "_writer_schema", "build", "event_type", "name")
+    __slots__ = ("build", "event_type", "name", "reader_schema", "writer_schema")
 
     def __init__(self, writer: Schema, newest: Schema, cls: type[Event]) -> None:
         self.name: str = cls.__name__
         self.event_type = cls
-        self._writer_schema = fastavro.parse_schema(copy.deepcopy(_plain(writer)))
+        self.writer_schema = fastavro.parse_schema(copy.deepcopy(_plain(writer)))
         same = fingerprint(writer) == fingerprint(newest)
-        self._reader_schema = None if same else fastavro.parse_schema(copy.deepcopy(_plain(newest)))
-        self.build = from_record_function(cls)
+        self.reader_schema = None if same else fastavro.parse_schema(copy.deepcopy(_plain(newest)))
+        self.build: Callable[[dict[str, Any]], Event] = from_record_function(cls)
 
-    def read(self, body: io.BytesIO) -> dict[str, Any]:
-        """The fields in `body`, resolved to the newest schema."""
-        record: dict[str, Any] = _read(body, self._writer_schema, self._reader_schema)
-        return record
+
+@functools.cache
+def _newest_schema(name: str) -> Schema:
+    """The checked-in schema of an event's version. Raises SchemaError when its class has other fields than it."""
+    cls = EVENTS[name]
+    schema = load_schema(name, cls.VERSION)
+    if fingerprint(schema) != fingerprint(derive_schema(cls)):
+        raise SchemaError(
+            f"{cls.__name__}: the dataclass differs from {cls.__name__}.v{cls.VERSION}.avsc; raise its version and "
+            "run `python -m schemas.avro_types`"
+        )
+    return schema
+
+
+@functools.cache
+def _known_schemas() -> dict[bytes, tuple[Schema, type[Event]]]:
+    """Magic and fingerprint -> (writer schema, class), of every version this code has."""
+    return {
+        SINGLE_OBJECT_MAGIC + fingerprint(schema): (schema, cls)
+        for name, cls in EVENTS.items()
+        for schema in load_all_versions(name).values()
+    }
+
+
+@functools.cache
+def _known_reader(mark: bytes) -> _Reader | None:
+    known = _known_schemas().get(mark)
+    return _Reader(known[0], _newest_schema(known[1].__name__), known[1]) if known else None
+
+
+@functools.cache
+def _writer(name: str) -> tuple[bytes, Encoder]:
+    return SINGLE_OBJECT_MAGIC + fingerprint(_newest_schema(name)), encoder_function(EVENTS[name])
 
 
 class Codec:
-    """Encodes and decodes every event of the catalogue. Not thread-safe; make one per thread."""
+    """Encodes and decodes every event of the catalogue. Not thread-safe; make one per thread (that is cheap)."""
 
     def __init__(self, registry: SchemaIds | None = None, topic_prefix: str = "") -> None:
         self._registry = registry
         self._prefix = topic_prefix
-        self._writers: dict[type[Event], tuple[bytes, Any, Callable[[Any], dict[str, Any]]]] = {}
+        #: Filled at first use.
+        self._writers: dict[type[Event], tuple[bytes, Encoder]] = {}
+        #: Magic and fingerprint -> reader; filled at first use and by `add_schema`.
         self._readers: dict[bytes, _Reader] = {}
         self._by_id: dict[int, _Reader] = {}
-        self._prefixes: dict[type[Event], bytes] = {}
-        self._newest: dict[str, Schema] = {}
-        for name, cls in EVENTS.items():
-            versions = load_all_versions(name)
-            newest = versions[cls.VERSION]
-            self._newest[name] = newest
-            for schema in versions.values():
-                self._readers[fingerprint(schema)] = _Reader(schema, newest, cls)
-            body_schema = fastavro.parse_schema(copy.deepcopy(_plain(newest)))
-            self._writers[cls] = (
-                SINGLE_OBJECT_MAGIC + fingerprint(newest),
-                body_schema,
-                to_record_function(cls),
-            )
 
     # -- writing
 
     def encode(self, event: Event) -> bytes:
-        """The framed bytes of an event. Raises CodecError when a field does not fit its schema."""
+        """The framed bytes of an event. Raises CodecError, naming the field, when a value does not fit its schema."""
         cls = type(event)
+        writer = self._writers.get(cls)
+        if writer is None:
+            writer = self._writers[cls] = self._make_writer(cls)
+        pieces = [writer[0]]
         try:
-            prefix, schema, to_record = self._writers[cls]
-        except KeyError:
-            raise CodecError(f"{cls.__name__} is not in the catalogue; register it with @event") from None
-        if self._registry is not None:
-            prefix = self._confluent_prefix(cls)
-        out = io.BytesIO()
-        out.write(prefix)
-        try:
-            _write(out, schema, to_record(event))
-        except (TypeError, ValueError, AttributeError, KeyError, OverflowError, UnknownType) as exc:
+            writer[1](event, pieces.append)
+        except (TypeError, ValueError, AttributeError, OverflowError) as exc:
             raise CodecError(f"{cls.__name__} {event.event_id}: {exc}") from exc
-        return out.getvalue()
+        return b"".join(pieces)
 
-    def _confluent_prefix(self, cls: type[Event]) -> bytes:
-        prefix = self._prefixes.get(cls)
-        if prefix is None:
-            assert self._registry is not None
-            schema_id = self._registry.id_of(self._prefix + cls.TOPIC, self._newest[cls.__name__])
-            prefix = self._prefixes[cls] = struct.pack(">bI", CONFLUENT_MAGIC, schema_id)
-        return prefix
+    def _make_writer(self, cls: type[Event]) -> tuple[bytes, Encoder]:
+        if EVENTS.get(cls.__name__) is not cls:
+            raise CodecError(f"{cls.__name__} is not in the catalogue; register it with @event")
+        prefix, encode_body = _writer(cls.__name__)
+        if self._registry is not None:
+            schema_id = self._registry.id_of(self._prefix + cls.TOPIC, _newest_schema(cls.__name__))
+            prefix = struct.pack(">bI", CONFLUENT_MAGIC, schema_id)
+        return prefix, encode_body
 
     # -- reading
 
@@ -148,28 +162,34 @@ class Codec:
         return reader.name, record
 
     def _read(self, data: bytes) -> tuple[_Reader, dict[str, Any]]:
-        if len(data) >= 10 and data[:2] == SINGLE_OBJECT_MAGIC:
-            reader, start = self._readers.get(data[2:10]), 10
-            if reader is None:
-                raise UnknownSchemaError(
-                    f"writer schema {data[2:10].hex()} is unknown; read the `schemas` topic first, or upgrade"
-                )
-        elif len(data) >= 5 and data[0] == CONFLUENT_MAGIC:
-            reader, start = self._reader_of_id(struct.unpack_from(">I", data, 1)[0]), 5
-        else:
-            raise CodecError(
-                f"{len(data)} bytes starting {data[:4].hex() or '(empty)'} are neither Avro single-object (c301) "
-                "nor Confluent framing (00)"
-            )
+        reader, start = self._readers.get(data[:10]), 10
+        if reader is None:
+            reader, start = self._other_reader(data)
         body = io.BytesIO(data)
         body.seek(start)
         try:
-            record = reader.read(body)
+            record: dict[str, Any] = _read(body, reader.writer_schema, reader.reader_schema)
         except Exception as exc:  # fastavro raises many kinds on broken input
             raise CodecError(f"{reader.name}: body does not fit its schema: {exc!r}") from exc
         if body.tell() != len(data):
             raise CodecError(f"{reader.name}: {len(data) - body.tell()} bytes left over after the record")
         return reader, record
+
+    def _other_reader(self, data: bytes) -> tuple[_Reader, int]:
+        """(reader, where the body starts) of bytes that do not begin with a known fingerprint."""
+        if len(data) >= 5 and data[0] == CONFLUENT_MAGIC:
+            return self._reader_of_id(struct.unpack_from(">I", data, 1)[0]), 5
+        if len(data) >= 10 and data[:2] == SINGLE_OBJECT_MAGIC:
+            if known := _known_reader(data[:10]):
+                self._readers[data[:10]] = known
+                return known, 10
+            raise UnknownSchemaError(
+                f"writer schema {data[2:10].hex()} is unknown; read the `schemas` topic first, or upgrade"
+            )
+        raise CodecError(
+            f"{len(data)} bytes starting {data[:4].hex() or '(empty)'} are neither Avro single-object (c301) "
+            "nor Confluent framing (00)"
+        )
 
     def _reader_of_id(self, schema_id: int) -> _Reader:
         reader = self._by_id.get(schema_id)
@@ -187,13 +207,12 @@ class Codec:
         name = str(schema["name"]).rsplit(".", 1)[-1]
         if name not in EVENTS:
             raise UnknownSchemaError(f"schema {name!r} names no event of this version; upgrade to read it")
-        mark = fingerprint(schema)
+        mark = SINGLE_OBJECT_MAGIC + fingerprint(schema)
         if mark not in self._readers:
-            self._readers[mark] = _Reader(schema, self._newest[name], EVENTS[name])
+            self._readers[mark] = _known_reader(mark) or _Reader(schema, _newest_schema(name), EVENTS[name])
         return self._readers[mark]
 
     def schema_records(self) -> Iterable[tuple[bytes, bytes]]:
         """(key, value) records for the `schemas` topic: every schema version this code can write or read."""
-        for name in EVENTS:
-            for schema in load_all_versions(name).values():
-                yield fingerprint(schema).hex().encode(), json.dumps(schema, sort_keys=True).encode()
+        for mark, (schema, _) in _known_schemas().items():
+            yield mark[len(SINGLE_OBJECT_MAGIC) :].hex().encode(), json.dumps(schema, sort_keys=True).encode()
