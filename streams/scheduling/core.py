@@ -222,8 +222,9 @@ class SchedulingStage:
         )
 
     def _end_run(self, outcome: str, detail: str, state: SchedulerState, occurred_at: int) -> RunFinished:
+        sources = (self._run_id, outcome, str(state.num_starts_failed), str(state.num_steps_done))
         return RunFinished(
-            event_id=derive_id("RunFinished", self._run_id, outcome, str(state.num_starts_failed), str(state.num_steps_done)),
+            event_id=derive_id("RunFinished", *sources),
             run_id=self._run_id,
             occurred_at=occurred_at,
             producer=PRODUCER,

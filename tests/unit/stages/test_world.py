@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from dataclasses import replace
-from typing import Any
+from functools import lru_cache
 
 import pytest
 
@@ -16,66 +16,24 @@ from schemas.events import (
     GroupReady,
     ModelCallCompleted,
     ModelCallFailed,
-    RunFinished,
-    TrajectoryAdmitted,
     TrajectoryAssembled,
-    TrajectoryRejected,
     TrialFinished,
     TrialOffered,
 )
-from streams.admission.core import AdmissionStage
-from streams.assembly.core import AssemblyStage
-from streams.grouping.core import GroupingStage
 from streams.scheduling.core import SchedulingStage
-from tests.unit.stages.history import NUM_PARTITIONS, History, World, make_history, world_settings
+from tests.unit.stages.checks import OUTPUTS, check_accounts, check_rederivation, of_type, reread
+from tests.unit.stages.history import World, world_settings
+from tests.unit.stages.history import make_history as play
 
 SEEDS = range(5)
-
-OUTPUTS: dict[type, set[str]] = {
-    SchedulingStage: {"GroupOffered", "TrialOffered", "TrialFinished", "RunFinished"},
-    AssemblyStage: {"TrajectoryAssembled"},
-    AdmissionStage: {"TrajectoryAdmitted", "TrajectoryRejected"},
-    GroupingStage: {"GroupReady", "GroupDropped"},
-}
-
-
-def of_type(history: History, *types: type) -> list[Any]:
-    return [e for events in history.log.values() for e in events if isinstance(e, types)]
-
-
-def reread(
-    history: History, stage: Any, partition: int | None, rng: random.Random, repeats: float, skip: tuple[type, ...] = ()
-) -> list[Event]:
-    """Apply a stage's whole input again: partitions interleaved at random, events repeated at random."""
-    numbers = range(NUM_PARTITIONS) if partition is None else [partition]
-    parts = [list(history.log.get((t, n), [])) for t in stage.inputs for n in numbers]
-    state, outputs = stage.initial(), []
-    seen: list[Event] = []
-    while parts := [p for p in parts if p]:
-        event = rng.choice(parts).pop(0)
-        seen.append(event)
-        again = [rng.choice(seen)] if rng.random() < repeats else []
-        for item in [event, *again]:
-            if type(item).__name__ in stage.wanted and not isinstance(item, skip):
-                state, out = stage.apply(state, item)
-                outputs += out
-    return outputs
+make_history = lru_cache(maxsize=None)(play)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("crash_share", [0.0, 0.3])
 def test_nothing_vanishes_and_nothing_happens_twice(seed: int, crash_share: float) -> None:
     history = make_history(seed, crash_share=crash_share)
-    offered = {e.trial_id for e in of_type(history, TrialOffered)}
-    in_groups = [t for e in of_type(history, GroupOffered) for t in e.trial_ids]
-    assert Counter(in_groups) == Counter(offered)
-    for types in [(TrialFinished,), (TrajectoryAssembled,), (TrajectoryAdmitted, TrajectoryRejected)]:
-        assert Counter(e.trial_id for e in of_type(history, *types)) == Counter(offered), types
-    groups = Counter(e.group_id for e in of_type(history, GroupReady, GroupDropped))
-    assert groups == Counter(e.group_id for e in of_type(history, GroupOffered))
-    attempts = Counter((e.trial_id, e.attempt) for e in of_type(history, TrialOffered))
-    assert set(attempts.values()) == {1}
-    assert [e.outcome for e in of_type(history, RunFinished)] == ["completed"]
+    check_accounts(history)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -99,7 +57,7 @@ def test_tokens_of_a_validation_pass_come_from_its_version_alone(seed: int) -> N
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
 def test_no_sampled_token_is_older_than_the_bound(seed: int, max_staleness: int) -> None:
     settings = world_settings(max_staleness=max_staleness, validate_every=0)
-    history = make_history(seed, settings, loss_share=0.0)
+    history = play(seed, settings, loss_share=0.0)
     steps = {e.group_id: e.step for e in of_type(history, GroupOffered)}
     lags = [steps[t.group_id] - t.min_version for t in of_type(history, TrajectoryAssembled) if t.segments]
     assert max(lags) <= max_staleness
@@ -111,14 +69,8 @@ def test_no_sampled_token_is_older_than_the_bound(seed: int, max_staleness: int)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_order_across_partitions_and_repeats_do_not_matter(stage_type: type, seed: int) -> None:
     history = make_history(seed, crash_share=0.2)
-    stage = stage_type(history.settings)
-    recorded = [e for e in of_type(history, Event) if type(e).__name__ in OUTPUTS[stage_type]]
-    own = (GroupOffered, TrialFinished) if stage_type is SchedulingStage else ()  # it does not repeat what it reads
     for repeats in (0.0, 0.5):
-        rng = random.Random(seed * 10 + 1)
-        partitions = [None] if stage.scope == "single" else list(range(NUM_PARTITIONS))
-        outputs = [e for p in partitions for e in reread(history, stage, p, rng, repeats, own)]
-        assert sorted(outputs, key=lambda e: e.event_id) == sorted(recorded, key=lambda e: e.event_id)
+        check_rederivation(history, stage_type, seed * 10 + 1, repeats)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
