@@ -49,6 +49,8 @@ _HEADER_LINES: Final = (
 #: Splits; the position decides which nouns and constants belong to it.
 SPLITS: Final = ("sft", "train", "held_out")
 _PAIRS: Final = ((5, 3), (3, 5), (4, 4), (7, 2), (1, 9), (12, 5))
+#: A split has several times as many different tasks.
+MAX_TASKS: Final = 20_000
 #: What mini-swe-agent takes as the end of the task when it is a command's first line of output.
 SUBMIT: Final = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 README: Final = "# Helpers\n\nSmall functions. Their names say what they do.\n"
@@ -182,14 +184,14 @@ def make_demo_task(rng: random.Random, split: str) -> DemoTask:
 
 def make_demo_tasks(seed: int, split: str, count: int) -> list[DemoTask]:
     """`count` different tasks of a split, the same ones for the same seed."""
+    if count > MAX_TASKS:
+        raise ValueError(f"{count} tasks of split {split!r} were asked for; at most {MAX_TASKS} are different enough")
     rng = random.Random(f"demo:{seed}:{split}")
     tasks: dict[tuple[str, str], DemoTask] = {}
-    for _ in range(50 * count + 1000):
-        if len(tasks) == count:
-            return list(tasks.values())
+    while len(tasks) < count:
         task = make_demo_task(rng, split)
         tasks.setdefault((task.module, task.source(task.wrong)), task)
-    raise ValueError(f"split {split!r} has but {len(tasks)} different tasks; ask for fewer than {count}")
+    return list(tasks.values())
 
 
 def make_demonstration(rng: random.Random, task: DemoTask) -> str:
