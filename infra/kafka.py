@@ -47,6 +47,10 @@ class KafkaUnavailableError(RuntimeError):
     """The cluster could not be reached: names the address and the remedy."""
 
 
+#: What the client raises for a request that failed.
+ClientError = KafkaException
+
+
 def bootstrap_servers(settings: Settings) -> str:
     """Address of the cluster: the configured one, else the local stack's broker."""
     return settings.kafka.bootstrap or f"127.0.0.1:{settings.kafka.port}"
@@ -434,9 +438,15 @@ def make_share_consumer(settings: Settings, *, group: str, **overrides: Any) -> 
         "share.acknowledgement.mode": "explicit",
         "fetch.wait.max.ms": 50,
     }
+    config.pop("allow.auto.create.topics")  # the preview client refuses the property; its topics are never created
     return ShareConsumer(config | overrides)
 
 
 def release_message(consumer: ShareConsumer, message: Message) -> None:
     """Give a record of a share group back for another member."""
     consumer.acknowledge(message, AcknowledgeType.RELEASE)
+
+
+def message_position(message: Message) -> TopicPartition:
+    """Where a record lies: seeking there reads it again."""
+    return TopicPartition(message.topic(), message.partition(), message.offset())
