@@ -89,6 +89,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     session = _session(request)
     if session.closing:
         raise CallError(503, "overloaded", "the trial's session is closing; no further calls are taken")
+    if session.broken is not None:
+        raise CallError(503, "overloaded", f"{session.broken}; run the trial again", code="capture_unavailable")
     call = ModelCall(session, request.app[BACKEND], wire_chat.WIRE_FORMAT)
     task = asyncio.ensure_future(_answer(request, call))
     session.track_task(task)

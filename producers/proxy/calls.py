@@ -215,8 +215,6 @@ class ModelCall:
 
     async def _run(self, request: CallRequest, sink: Sink | None) -> Reply:
         session, backend = self.session, self.backend
-        if session.broken is not None:
-            raise self._not_recorded(NotRecordedError(session.broken))
         if backend.renderer is None or backend.template is None or backend.engine.version is None:
             raise EngineUnavailableError("no policy is loaded; wait until the proxy is ready")
         if session.conversations is None:

@@ -88,3 +88,4 @@ class Recorder:
         finally:
             self._stopping.set()
             await asyncio.to_thread(self._thread.join, 2.0)
+            del self._writer  # the client's threads and connections end with its last reference

@@ -26,6 +26,7 @@ from producers.proxy.template_check import check_template
 from schemas.events import PolicyLoaded, PolicyPublished
 from schemas.ids import make_event_id, now_ms
 from schemas.packing import pack_floats
+from streams.runtime.metrics import start_health_server
 
 log = structlog.get_logger()
 
@@ -166,6 +167,7 @@ class Proxy:
 
 async def _main(settings: Settings, instance: int, stop: threading.Event) -> None:
     proxy = Proxy(settings, instance, make_engine(settings, instance))
+    health = start_health_server("proxy", instance, settings, ready=lambda: proxy.ready)
     try:
         await proxy.start()
         failed = asyncio.create_task(proxy.wait_failed())
@@ -175,3 +177,4 @@ async def _main(settings: Settings, instance: int, stop: threading.Event) -> Non
             failed.result()
     finally:
         await proxy.close()
+        health.close()
