@@ -27,24 +27,10 @@ from streams.runtime.log import (
     ignore_faults,
 )
 from streams.runtime.loop import Loop, LoopOptions
+from streams.runtime.partitions import partition_of
 from streams.runtime.step import Record, Stage
 
 S = TypeVar("S")
-
-
-def murmur2(data: bytes) -> int:
-    """Kafka's key hash (org.apache.kafka.common.utils.Utils.murmur2), made positive."""
-    mask = 0xFFFFFFFF
-    h = (0x9747B28C ^ len(data)) & mask
-    whole = len(data) & ~3
-    for i in range(0, whole, 4):
-        k = int.from_bytes(data[i : i + 4], "little") * 0x5BD1E995 & mask
-        k = (k ^ k >> 24) * 0x5BD1E995 & mask
-        h = h * 0x5BD1E995 & mask ^ k
-    if len(data) > whole:
-        h = (h ^ int.from_bytes(data[whole:], "little")) * 0x5BD1E995 & mask
-    h = (h ^ h >> 13) * 0x5BD1E995 & mask
-    return (h ^ h >> 15) & 0x7FFFFFFF
 
 
 @cache
@@ -127,7 +113,7 @@ class MemoryLog:
         if out.topic not in self.num_partitions:
             raise LogSetupError(f"topic {out.topic} does not exist")
         if partition is None:
-            partition = murmur2(out.key) % self.num_partitions[out.topic] if out.key is not None else 0
+            partition = partition_of(out.key, self.num_partitions[out.topic]) if out.key is not None else 0
         part = (out.topic, partition)
         entries = self._parts[part]
         value = None if tombstone else out.value

@@ -61,7 +61,7 @@ def test_loop_counts_records_outputs_and_transactions() -> None:
     for event in make_events(range(6)):
         memory.write(event, CODEC)
     memory.produce("rewards", b"k", b"poison")
-    run_to_end(Counted(), memory, num_expected=6)
+    run_to_end(Counted(), memory)
     server = start_health_server("counted", 0, ready=lambda: True)
     text = fetch(server.port, "/metrics")[1]
     server.close()
