@@ -19,5 +19,12 @@ def verify_run(settings: Settings, console: Console) -> int:
     console.print(table)
     for difference in report.differences[:20]:
         console.print(f"  {difference}", highlight=False, markup=False)
-    console.print(f"{len(report.differences)} differences", highlight=False)
-    return len(report.differences)
+    laws = Table("law", "checked", "open", "broken", box=None, pad_edge=False)
+    for row in report.checks:
+        laws.add_row(row.law, f"{row.num_checked:,}", f"{row.num_open:,}", f"{len(row.violations):,}")
+    console.print(laws)
+    for violation in [v for row in report.checks for v in row.violations][:20]:
+        console.print(f"  {violation}", highlight=False, markup=False)
+    total = len(report.differences) + report.num_violations
+    console.print(f"{total} differences", highlight=False)
+    return total
