@@ -1,7 +1,7 @@
 """Measure the demo's recipe in one process: warm-up, then GSPO on the demo's tasks, without broker and sandbox.
 
-The tasks, prompts, tokenizer, model and warm-up are the demo's own; the environment is an in-process twin that applies
-the model's `sed` command and compares what the function returns with what the tests expect. Used to choose the numbers in
+The tasks, prompts, tokenizer, model and warm-up are the demo's own; the environment is an in-process twin that
+applies the model's `sed` command and compares the module with the fixed one. Used to choose the numbers in
 infra/demo/*.toml. Example:
 
     python -m tests.bench.experiment_recipe --seeds 0,1,2 --steps 60 --groups 8 --group-size 8 --lr 1e-3 --control
@@ -187,7 +187,7 @@ class Recipe:
         return torch.zeros_like(mask[:, 1:]).masked_scatter(picked, logp), mask[:, 1:]
 
     def train_gspo(self, a: argparse.Namespace) -> list[dict[str, Any]]:
-        """On-policy GSPO, one update per step: the ratio is 1, so the surrogate's gradient is A times grad mean log p."""
+        """On-policy GSPO, one update per step: the ratio is 1, its gradient that of the mean log-probability."""
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.0)
         rng = random.Random(1000 + self.seed)
         torch.manual_seed(5000 + self.seed)

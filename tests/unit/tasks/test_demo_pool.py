@@ -62,7 +62,7 @@ def test_the_test_passes_with_the_right_operator_alone(splits: dict[str, list[De
 
 
 def test_more_tasks_than_there_are_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"has but \d+ different tasks"):
+    with pytest.raises(ValueError, match="1000000 tasks of split 'train'"):
         make_demo_tasks(0, "train", 10**6)
 
 
@@ -173,7 +173,8 @@ def test_suites_of_equal_module_names_do_not_meet(tmp_path: Path) -> None:
         )
         (tmp_path / name / "helper.py").write_text(f"VALUE = {value}\n")
         (tmp_path / name / "tests/test_ops.py").write_text(
-            "import ops\ndef test_one():\n    assert ops.VALUE == 1\nclass TestTwo:\n    def test_two(self):\n        assert ops.VALUE == 2\n"
+            "import ops\ndef test_one():\n    assert ops.VALUE == 1\n"
+            "class TestTwo:\n    def test_two(self):\n        assert ops.VALUE == 2\n"
         )
     (tmp_path / "broken" / "tests").mkdir(parents=True)
     (tmp_path / "broken/tests/test_x.py").write_text("import does_not_exist\ndef test_x(): pass\n")
