@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 from urllib.parse import urlsplit
@@ -45,6 +46,7 @@ def connect(settings: Settings, *, database: str | None = None) -> Any:
     import clickhouse_connect
     from clickhouse_connect.driver.exceptions import ClickHouseError
 
+    logging.getLogger("clickhouse_connect").setLevel(logging.CRITICAL)  # it also raises what it logs
     url = urlsplit(clickhouse_url(settings))
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ClickHouseUnavailableError(f"clickhouse.url {clickhouse_url(settings)!r}: write http://host:port")

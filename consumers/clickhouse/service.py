@@ -82,6 +82,8 @@ class Sink:
             on_assigned=self._on_assigned,
             on_revoked=self._on_revoked,
             should_stop=stop.is_set,
+            # A restarted instance gets its partitions back at once instead of after the session timeout.
+            **{"group.instance.id": f"{SERVICE}-{instance}"},
         )
 
     @property
