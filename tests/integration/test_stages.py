@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import multiprocessing
 import os
 import random
@@ -10,22 +11,24 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from infra.kafka import EventWriter, make_codec, make_consumer, read_topic, topic_name
+from infra.kafka import EventWriter, make_codec, make_consumer, read_events, read_topic, topic_name
 from infra.settings import RunSection, ScheduleSection, Settings
 from schemas.base import Event
-from schemas.events import GroupReady, PolicyPublished, RunFinished, TrialOffered
+from schemas.events import AlertCleared, AlertRaised, GroupReady, PolicyPublished, RunFinished, TrialOffered
 from schemas.ids import make_event_id, now_ms
 from schemas.topics import CATALOGUE, SCHEMAS_TOPIC
 from streams.pipeline import BY_NAME
 from streams.runtime.step import Record
 from tests.unit.stages import builders as make
 from tests.unit.stages.checks import OUTPUTS, check_accounts, check_rederivation
-from tests.unit.stages.history import History
+from tests.unit.stages.history import History, make_history, world_settings
 from tests.unit.stages.trial_scripts import make_trial_script
 
 STAGES = ("scheduler", "assembly", "admission", "grouping")
@@ -200,3 +203,73 @@ def test_a_run_whose_stages_are_killed_ends_with_every_trial_accounted_for(
     check_accounts(history)
     for stage_type in OUTPUTS:
         check_rederivation(history, stage_type, seed=1, repeats=0.3)
+
+
+class ProgressService:
+    """The Faust service in a thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        from streams.progress.service import serve
+
+        self._settings, self._stop = settings, threading.Event()
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                serve(settings, 0, self._stop)
+            except BaseException as exc:
+                self._error = exc
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+
+    def wait_for(self, done: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The first snapshot for which `done` holds."""
+        path = Path(self._settings.data.dir) / "run" / "progress.json"
+        deadline = time.monotonic() + DEADLINE_SEC
+        while time.monotonic() < deadline:
+            assert self._error is None, self._error
+            if path.exists():
+                snapshot: dict[str, Any] = json.loads(path.read_text())
+                if done(snapshot):
+                    return snapshot
+            self._thread.join(0.1)
+        raise AssertionError(f"not seen: {path.read_text() if path.exists() else 'no snapshot'}")
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        assert self._error is None
+
+
+def test_progress_follows_a_run_and_raises_each_alert_once(run_settings: Settings) -> None:
+    settings = replace(run_settings, schedule=world_settings().schedule)
+    history = make_history(4)
+    writer = EventWriter(settings)
+    events = [event for events in history.log.values() for event in events]
+    for event in events[: len(events) // 2]:
+        writer.write(event)
+    writer.flush()
+    service = ProgressService(settings)
+    try:
+        for event in events[len(events) // 2 :]:
+            writer.write(event)
+        writer.write(make.step_completed(4, fidelity=(make.fidelity(4, replay_overlap=0.4),), event_id=make_event_id()))
+        writer.flush()
+        seen = service.wait_for(lambda s: s["state"] == "completed" and s["num_steps_done"] == 5)
+    finally:
+        service.close()
+    num_trials = sum(isinstance(e, TrialOffered) and e.attempt == 1 for e in events)
+    assert (seen["trials"]["offered"], seen["trials"]["finished"]) == (num_trials, num_trials)
+    assert "replay_overlap_low" in [a["check"] for a in seen["alerts"]]
+    writer.write(make.step_completed(5, event_id=make_event_id()))  # while the service is down
+    writer.flush()
+    again = ProgressService(settings)
+    try:
+        again.wait_for(lambda s: s["num_steps_done"] == 6)
+    finally:
+        again.close()
+    alerts = [e for e in read_events(settings, "alerts") if isinstance(e, AlertRaised | AlertCleared)]
+    assert len({alert.event_id for alert in alerts}) == len(alerts)
+    assert [type(a) for a in alerts if a.check == "replay_overlap_low"] == [AlertRaised, AlertCleared]
