@@ -152,6 +152,24 @@ class GroupBuffer:
             chosen.append(group)
         return chosen
 
+    def describe_wait(self, step: int, num_groups: int) -> str:
+        """What a step is waiting for, in one sentence that names the first thing missing and the remedy."""
+        due = sorted((e for e, _, _ in self._groups.values() if e.step <= step), key=lambda g: (g.step, g.group_id))
+        text = f"step {step} has {len(due)} of {num_groups} groups"
+        for event in due[:num_groups]:
+            for member in event.members:
+                trial = self._trials.get(member.trial_id)
+                if not member.admitted:
+                    continue
+                if trial is None or trial.trajectory is None:
+                    return f"{text}; the trajectory of trial {member.trial_id} has not arrived"
+                if self._routing_of(trial) is None:
+                    return (
+                        f"{text}; routing of trial {member.trial_id} has not all arrived: if the engine records none, "
+                        "set engine.record_routing or train.routing_replay to false"
+                    )
+        return text
+
     def _complete(self, event: GroupReady) -> ReadyGroup | None:
         trials = []
         for member in event.members:

@@ -17,7 +17,7 @@ import structlog
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client import Gauge
 
-from infra.kafka import headers_of, make_codec
+from infra.kafka import KafkaUnavailableError, headers_of, make_codec
 from infra.paths import checkpoint_dir, checkpoints_dir, policies_dir, policy_dir
 from infra.settings import Settings
 from learner.backends import Backend, make_backend
@@ -42,6 +42,9 @@ SERVICE = "learner"
 
 #: Records of one fetch, and how long an idle loop waits for the first.
 MAX_RECORDS, IDLE_WAIT_SEC = 2000, 0.2
+
+#: How often a learner that has nothing to train says what it is waiting for.
+SAY_WAITING_SEC = 30.0
 
 STEPS = Gauge("rollstream_learner_steps", "Steps committed", registry=REGISTRY)
 WAITING = Gauge("rollstream_learner_waiting_groups", "Groups read and not trained yet", registry=REGISTRY)
@@ -79,7 +82,7 @@ class LearnerRun:
         self._codec = make_codec(settings)
         self._log = KafkaLog(settings, instance)
         self._metrics = LoopMetrics(SERVICE, instance)
-        self.ready = False
+        self.ready = self._was_ready = False
 
     # -- the loop
 
@@ -90,7 +93,9 @@ class LearnerRun:
                 self._log.open(SERVICE, INPUTS, "single", lambda _: None)
                 with only_writer(checkpoints_dir(self._settings), stop):
                     self._run_connected(stop)
-            except LogLostError as exc:
+            except (LogLostError, KafkaUnavailableError) as exc:
+                if isinstance(exc, KafkaUnavailableError) and not self._was_ready:
+                    raise  # nothing to reach at the start: say so and end
                 log.warning("log_lost", detail=str(exc), remedy="connecting again from the last committed step")
                 stop.wait(1.0)
             finally:
@@ -103,7 +108,8 @@ class LearnerRun:
         for schema in self._log.writer_schemas():
             self._codec.add_schema(schema)
         state = self._recover()
-        self.ready = True
+        self.ready = self._was_ready = True
+        said = 0.0
         while not stop.is_set():
             records = self._log.fetch(MAX_RECORDS, IDLE_WAIT_SEC)
             self._take_in(state, records)
@@ -113,6 +119,10 @@ class LearnerRun:
             groups = state.buffer.choose_groups(state.num_steps, self._settings.schedule.groups_per_step)
             if groups is not None:
                 self._step(state, groups, stop)
+            elif time.monotonic() - max(said, state.waiting_since) > SAY_WAITING_SEC:
+                said = time.monotonic()
+                wait = state.buffer.describe_wait(state.num_steps, self._settings.schedule.groups_per_step)
+                log.info("learner_waits", detail=wait, seconds=round(said - state.waiting_since))
 
     def _take_in(self, state: _State, records: list[Record]) -> None:
         seen: Counter[str] = Counter()

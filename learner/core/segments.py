@@ -10,7 +10,7 @@ not belong to the log-probs of the earlier tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -218,7 +218,7 @@ def make_segment_row(
     train_T = mask_T & fresh_T & reported_T
     routing = None
     if options.replay:
-        routing = shift_routing(collect_routing(segment.calls, chunks, num, options.shape), options.replay_shift_tokens)
+        routing = collect_routing(segment.calls, chunks, num, options.shape)
     return SegmentRow(
         sequence=sequence,
         ids_T=ids_T,
@@ -242,12 +242,38 @@ def make_rows(
     What follows the last trained token cannot change anything that is trained. A segment whose sampled tokens were
     all left out keeps no row's cost: it is returned with length 0, for its counts.
     """
-    rows = []
+    rows: list[SegmentRow] = []
     for segment in trajectory.segments:
         if 1 not in segment.mask:
             continue
-        rows.append(_trim(make_segment_row(segment, sequence, chunks, options, trajectory.trial_id)))
-    return rows
+        row = make_segment_row(segment, sequence, chunks, options, trajectory.trial_id)
+        rows.append(_share_routing(row, rows))
+    shift = options.replay_shift_tokens
+    if shift:
+        rows = [replace(r, routing=r.routing and shift_routing(r.routing, shift)) for r in rows]
+    return [_trim(row) for row in rows]
+
+
+def _share_routing(row: SegmentRow, earlier: Sequence[SegmentRow]) -> SegmentRow:
+    """Take routing that is missing at the start of a segment from earlier segments with the same tokens there.
+
+    Where a harness forks a conversation, the second branch is a segment of its own, but its calls found the common
+    prefix in the engine's cache: its routing is recorded with the call of the first branch that forwarded it.
+    """
+    routing = row.routing
+    for other in earlier:
+        if routing is None or other.routing is None or bool(routing.recorded_T.all()):
+            break
+        num = min(row.length, other.length)
+        differ = np.flatnonzero(row.ids_T[:num] != other.ids_T[:num])
+        num = int(differ[0]) if len(differ) else num
+        take = np.flatnonzero(other.routing.recorded_T[:num] & ~routing.recorded_T[:num])
+        if not len(take):
+            continue
+        ids_TLK, recorded_T = routing.expert_ids_TLK.copy(), routing.recorded_T.copy()
+        ids_TLK[take], recorded_T[take] = other.routing.expert_ids_TLK[take], True
+        routing = RoutingRows(ids_TLK, recorded_T)
+    return replace(row, routing=routing)
 
 
 def _trim(row: SegmentRow) -> SegmentRow:
@@ -256,13 +282,11 @@ def _trim(row: SegmentRow) -> SegmentRow:
     if end == row.length:
         return row
     routing = row.routing and RoutingRows(row.routing.expert_ids_TLK[:end], row.routing.recorded_T[:end])
-    return SegmentRow(
-        sequence=row.sequence,
+    return replace(
+        row,
         ids_T=row.ids_T[:end],
         train_T=row.train_T[:end],
         rollout_T=row.rollout_T[:end],
         version_T=row.version_T[:end],
         routing=routing,
-        num_stale=row.num_stale,
-        num_unreported=row.num_unreported,
     )

@@ -187,3 +187,14 @@ def test_a_group_that_names_another_trajectory_is_an_error(recorded: list[Record
         buffer.apply(event, part, offset)
     with pytest.raises(ValueError, match=r"trial .*\.00 has trajectory"):
         buffer.choose_groups(0, 1)
+
+
+def test_what_a_step_waits_for_is_named(recorded: list[RecordedGroup]) -> None:
+    group, buffer = recorded[0], make_buffer()
+    assert buffer.describe_wait(0, 1) == "step 0 has 0 of 1 groups"
+    buffer.apply(group.ready, GROUPS, 0)
+    assert "1 of 1 groups; the trajectory of trial run-test.t00000.000.00" in buffer.describe_wait(0, 1)
+    for event, part, offset in lay_out(list(group.trajectories)):
+        buffer.apply(event, part, offset)
+    assert "routing of trial run-test.t00000.000.00 has not all arrived" in buffer.describe_wait(0, 1)
+    assert "engine.record_routing" in buffer.describe_wait(0, 1)

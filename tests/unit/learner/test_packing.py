@@ -200,3 +200,30 @@ def test_segments_without_sampled_tokens_make_no_row(
     trajectory, _ = recorded
     segment: Segment = trajectory.segments[0]
     assert make_rows(with_segment(trajectory, mask=bytes(len(segment.mask))), 0, {}, OPTIONS) == []
+
+
+def test_a_forked_branch_takes_the_routing_of_the_prefix_it_found_in_the_cache(sampler: Sampler) -> None:
+    trajectory, routing = record_trial(sampler, "g.05", "g", turns=((12, 6), (4, 5)))
+    segment, chunks = trajectory.segments[0], by_call(routing)
+    first, second = segment.calls
+    # The second call as a segment of its own: its prompt is everything before its sampled tokens, and its routing
+    # begins where the first call's ended.
+    mask = bytes(second.sampled_start) + bytes(segment.mask[second.sampled_start :])
+    branch = replace(segment, mask=mask, calls=(replace(second, prompt_start=0),))
+    end = first.sampled_end
+    trunk = replace(
+        segment,
+        ids=segment.ids[: 4 * end],
+        mask=segment.mask[:end],
+        logprobs=segment.logprobs[: 4 * end],
+        logprob_valid=pack_bits(list(segment.mask[:end])),
+        version_spans=segment.version_spans[:1],
+        calls=(first,),
+    )
+    whole = make_rows(trajectory, 0, chunks, OPTIONS)[0].routing
+    forked = make_rows(replace(trajectory, segments=(trunk, branch)), 0, chunks, OPTIONS)[1].routing
+    alone = make_rows(replace(trajectory, segments=(branch,)), 0, chunks, OPTIONS)[0].routing
+    assert whole is not None and forked is not None and alone is not None
+    assert (forked.expert_ids_TLK == whole.expert_ids_TLK).all()
+    assert forked.recorded_T.tolist() == whole.recorded_T.tolist()
+    assert alone.recorded_T.tolist() == [False] * 17 + [True] * 9 + [False]
