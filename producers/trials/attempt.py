@@ -51,7 +51,7 @@ class _Facts:
     sandbox_lost: bool = False
     agent_timed_out: bool = False
     exit_code: int | None = None
-    exit: ExitFacts = ExitFacts(None, False)
+    exit: ExitFacts = field(default_factory=lambda: ExitFacts(None, False))
     verifier_timed_out: bool = False
     verifier_ok: bool = False
     capture_ok: bool = False
@@ -60,6 +60,7 @@ class _Facts:
     reward_event_id: EventId | None = None
     patch: FilteredPatch | None = None
     notes: list[str] = field(default_factory=list)
+    rewards: list[Event] = field(default_factory=list)
 
 
 class StageFailedError(Exception):
@@ -81,8 +82,11 @@ class AttemptRunner:
         self._settings, self._harness, self._pool, self._grades = settings, harness, pool, grades
         self._proxy_socket, self._emit = proxy_socket, emit
 
-    def run(self, claim: Claim) -> AttemptFinished:
-        """Run the attempt; its events but the last go to `emit`, the last is returned. Does not raise for a trial's sake."""
+    def run(self, claim: Claim) -> list[Event]:
+        """Run the attempt. Stage events go to `emit`; the grade and AttemptFinished are returned: write them together.
+
+        Does not raise for a trial's sake.
+        """
         facts = _Facts()
         with contextlib.suppress(StageFailedError):
             task, tree = self._prepare(claim, facts)
@@ -91,8 +95,8 @@ class AttemptRunner:
             if result is not None:
                 self._verify(claim, facts, task, tree, result)
         with contextlib.suppress(StageFailedError), self._stage(claim, facts, "cleanup"):
-            pass  # the overlay went with the trial's namespaces; the stage marks that the attempt holds nothing any more
-        return self._finished(claim, facts)
+            pass  # the overlay went with the trial's namespaces; the stage says that nothing is held any more
+        return [*facts.rewards, self._finished(claim, facts)]
 
     # -- stages
 
@@ -101,9 +105,7 @@ class AttemptRunner:
             task = self._pool.load_task(claim.offer.task_path, claim.offer.task_digest)
             return task, self._pool.worktrees.ensure(task)
 
-    def _setup(
-        self, claim: Claim, facts: _Facts, task: Task, tree: BaseTree
-    ) -> tuple[TrialProcess, CaptureSession]:
+    def _setup(self, claim: Claim, facts: _Facts, task: Task, tree: BaseTree) -> tuple[TrialProcess, CaptureSession]:
         offer, timeout = claim.offer, self._settings.setup_timeout_sec
         with self._stage(claim, facts, "setup"):
             token = secrets.token_urlsafe(24)
@@ -122,9 +124,7 @@ class AttemptRunner:
                 "home_files": invocation.home_files,
             }
             with self._pool.agent_container() as container:
-                process = container.start_trial(
-                    request, collect_changes=True, collect_files=invocation.collect_files
-                )
+                process = container.start_trial(request, collect_changes=True, collect_files=invocation.collect_files)
             try:
                 listener = process.wait_started(timeout)
                 if listener is None:
@@ -137,9 +137,7 @@ class AttemptRunner:
             facts.setup_ok = facts.opened = True
             return process, session
 
-    def _agent(
-        self, claim: Claim, facts: _Facts, process: TrialProcess, session: CaptureSession
-    ) -> TrialResult | None:
+    def _agent(self, claim: Claim, facts: _Facts, process: TrialProcess, session: CaptureSession) -> TrialResult | None:
         try:
             with self._stage(claim, facts, "agent") as stage:
                 try:
@@ -167,9 +165,7 @@ class AttemptRunner:
 
     def _verify(self, claim: Claim, facts: _Facts, task: Task, tree: BaseTree, result: TrialResult) -> None:
         with self._stage(claim, facts, "verify") as stage:
-            facts.patch = filter_changes(
-                result.changes, tree.read, tree.list_below, tree.top_level, result.truncated
-            )
+            facts.patch = filter_changes(result.changes, tree.read, tree.list_below, tree.top_level, result.truncated)
             facts.notes += [f"dropped {note}" for note in facts.patch.dropped[:5]]
             event_id = make_event_id()
             key = (task.digest, _sha256(facts.patch.patch), self._pool.grader.digest(task))
@@ -190,7 +186,8 @@ class AttemptRunner:
                 raise
             stage["peak_memory_bytes"] = None if reused_from else grade_made.peak_memory_bytes
             facts.verifier_ok, facts.reward_event_id = True, event_id
-            self._emit(_reward(claim, event_id, key, grade_made, reused_from))
+            facts.notes += [grade_made.detail] if grade_made.detail else []
+            facts.rewards.append(_reward(claim, event_id, key, grade_made, reused_from))
 
     # -- events
 

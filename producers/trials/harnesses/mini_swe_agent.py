@@ -65,7 +65,7 @@ def _environment() -> dict[str, str]:
         "MSWEA_CONFIGURED": "true",
         "MSWEA_SILENT_STARTUP": "1",
         "MSWEA_COST_TRACKING": "ignore_errors",
-        "MSWEA_GLOBAL_CONFIG_DIR": "/tmp",  # noqa: S108 (the sandbox's own)
+        "MSWEA_GLOBAL_CONFIG_DIR": "/tmp",
         "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "3",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "LITELLM_MODE": "PRODUCTION",  # do not look for a .env file in the repository

@@ -12,6 +12,7 @@ import concurrent.futures.thread
 import contextlib
 import gc
 import http.server
+import importlib
 import io
 import json
 import os
@@ -85,7 +86,7 @@ def _call(argv: list[str]) -> int:
 def _reset() -> None:
     import asyncio
 
-    import litellm
+    litellm: Any = importlib.import_module("litellm")
     from minisweagent.models import GLOBAL_MODEL_STATS
 
     litellm.in_memory_llm_clients_cache.flush_cache()
@@ -97,7 +98,8 @@ def _reset() -> None:
         state: Any = executor  # back to an executor that has not started its threads yet
         state._shutdown, state._threads, state._work_queue = False, set(), queue.SimpleQueue()
         state._idle_semaphore = threading.Semaphore(0)
-    concurrent.futures.thread._threads_queues.clear()
+    threads: Any = concurrent.futures.thread
+    threads._threads_queues.clear()
     for loop in [o for o in objects if isinstance(o, asyncio.AbstractEventLoop)]:
         loop.close()
     asyncio.set_event_loop_policy(None)  # also forgets this thread's current loop

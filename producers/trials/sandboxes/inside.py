@@ -70,9 +70,7 @@ def enter(tree: str, limits: Limits, *, loopback: bool) -> Scratch:
 def _mount_scratch(tree: str, limits: Limits) -> Scratch:
     # One tmpfs carries everything a trial can write, so one size bounds it all.
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
-    kernel.mount(
-        "tmpfs", SCRATCH, "tmpfs", flags, f"size={limits.disk_mb}m,mode=755,nr_inodes={_MAX_INODES}"
-    )
+    kernel.mount("tmpfs", SCRATCH, "tmpfs", flags, f"size={limits.disk_mb}m,mode=755,nr_inodes={_MAX_INODES}")
     for name in ("upper", "work", "home", "tmp", "shm"):
         os.mkdir(f"{SCRATCH}/{name}")  # noqa: PTH102
     if tree:
@@ -140,7 +138,7 @@ def verify_isolation() -> None:
     if interfaces:
         wrong.append(f"network interfaces {', '.join(interfaces)}")
     for path in (HOST, SCRATCH):
-        if os.listdir(path):
+        if os.listdir(path):  # noqa: PTH208
             wrong.append(f"{path} is not empty")
     if os.getpid() != 1:
         wrong.append("PID namespace is shared")

@@ -15,10 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from producers.trials.sandboxes import kernel  # noqa: E402
+from producers.trials.sandboxes import kernel
 
 #: Where the sources are bound, in the launcher's own mount namespace.
-STAGE = "/tmp"  # noqa: S108
+STAGE = "/tmp"
 
 
 def main() -> None:

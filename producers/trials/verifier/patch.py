@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 CONTEXT = 3
@@ -148,14 +148,18 @@ def apply_patch(patch: bytes, read_base: Callable[[str], bytes | None]) -> dict[
     Strict: every context line must be where the patch says. Raises PatchError.
     """
     out: dict[str, tuple[bytes | None, bool]] = {}
+    for section in _sections(patch):
+        path, content, executable = _apply_file(section, read_base)
+        out[path] = (content, executable)
+    return out
+
+
+def _sections(patch: bytes) -> list[bytes]:
+    # A context, removed or added line begins with its sign, so no content line matches the header.
     starts = [m.start() for m in _HEADER.finditer(patch)]
     if patch.strip() and (not starts or patch[: starts[0]].strip()):
         raise PatchError("the patch does not begin with 'diff --git'")
-    for start, stop in zip(starts, [*starts[1:], len(patch)], strict=True):
-        # A removed or added line begins with its sign, so no content line matches the header.
-        path, content, executable = _apply_file(patch[start:stop], read_base)
-        out[path] = (content, executable)
-    return out
+    return [patch[a:b] for a, b in zip(starts, [*starts[1:], len(patch)], strict=False)]
 
 
 def _apply_file(section: bytes, read_base: Callable[[str], bytes | None]) -> tuple[str, bytes | None, bool]:
@@ -205,14 +209,3 @@ def _apply_hunks(path: str, base: list[bytes], lines: list[bytes]) -> bytes:
                 out.append(line)
             index += 1
     return b"".join(out + base[position:])
-
-
-def touched_paths(patch: bytes) -> Mapping[str, bytes]:
-    """Path -> its section, for the sections of a patch."""
-    starts = [m.start() for m in _HEADER.finditer(patch)]
-    sections = [patch[a:b] for a, b in zip(starts, [*starts[1:], len(patch)], strict=True)]
-    out = {}
-    for section in sections:
-        names = section.split(b"\n", 1)[0].removeprefix(b"diff --git a/")
-        out[names[: (len(names) - 3) // 2].decode("utf-8", "replace")] = section
-    return out

@@ -14,6 +14,17 @@ from producers.trials.verifier import report_plugin
 
 REPO = "/repo"
 _INI = "[pytest]\n"
+_PRIME = """import pytest
+
+@pytest.mark.parametrize("x", [1])
+def test_ok(x):
+    assert x == 1
+
+def test_bad():
+    with pytest.raises(ValueError):
+        int("x")
+    assert [1] == [2]
+"""
 
 
 def warm(options: dict[str, Any]) -> dict[str, Any]:
@@ -24,8 +35,7 @@ def warm(options: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
         with open("test_prime.py", "w") as file:
-            file.write("import pytest\n@pytest.mark.parametrize('x', [1])\ndef test_ok(x):\n    assert x == 1\n")
-            file.write("def test_bad():\n    with pytest.raises(ValueError):\n        int('x')\n    assert [1] == [2]\n")
+            file.write(_PRIME)
         ini = os.path.join(directory, "prime.ini")  # noqa: PTH118
         with open(ini, "w") as file:
             file.write(_INI)
@@ -63,7 +73,9 @@ def run(request: dict[str, Any], blob: bytes, fds: list[int]) -> int:
         file.write(_INI)
     required = frozenset(request["required"])
     files = list(dict.fromkeys(i.split("::", 1)[0] for i in request["required"]))
-    plugin = report_plugin.make_plugin(report_plugin.make_emitter(fds[0], bytes.fromhex(request["key"])), required)
+    emit = report_plugin.make_emitter(fds[0], bytes.fromhex(request["key"]))
+    emit({"event": "ready"})  # what goes wrong until here is ours; from here on it is the diff's
+    plugin = report_plugin.make_plugin(emit, required)
     os.set_inheritable(fds[0], False)
     _forget_ourselves()
     import pytest

@@ -68,4 +68,3 @@ def make_plugin(emit: Callable[[dict[str, Any]], None], required: Collection[str
             emit({"event": "end", "exit": int(exitstatus)})
 
     return ReportPlugin()
-

@@ -137,9 +137,7 @@ def _reply(command: str | None) -> bytes:
             "object": "chat.completion",
             "created": 1,
             "model": "policy",
-            "choices": [
-                {"index": 0, "finish_reason": "stop" if command is None else "tool_calls", "message": message}
-            ],
+            "choices": [{"index": 0, "finish_reason": "stop" if command is None else "tool_calls", "message": message}],
             "usage": {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120},
         }
     ).encode()

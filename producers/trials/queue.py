@@ -1,0 +1,199 @@
+"""Offers as a work queue: one interface, a Kafka share group behind it or a plain consumer group.
+
+Correctness never rests on it: an offer handed out twice is two attempts or one, and the log elects one end. What it
+must not do is lose an offer silently, or keep one from idle workers for long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+
+from infra.kafka import (
+    SHARE_DELIVERY_LIMIT,
+    SHARE_LOCK_SEC,
+    configure_share_group,
+    header_type,
+    make_consumer,
+    make_share_consumer,
+    message_position,
+    release_message,
+    topic_name,
+)
+from infra.settings import Settings
+
+log = structlog.get_logger()
+
+_TOPIC = "offers"
+#: What a poll brought beyond the free lanes goes back to the queue after this long (well within the lock).
+_HOLD_SEC = SHARE_LOCK_SEC / 3
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A record handed to this worker: its event type and bytes."""
+
+    event_type: str | None
+    value: bytes
+    message: Any
+
+
+class WorkQueue(Protocol):
+    """Not thread-safe: one thread claims and acknowledges."""
+
+    def claim(self, limit: int, timeout_sec: float) -> list[Delivery]:
+        """At most `limit` records that nobody else was given. With limit 0 only keeps the membership alive."""
+
+    def acknowledge(self, deliveries: Sequence[Delivery]) -> None:
+        """These are in the log as leased (or need no work): never hand them out again."""
+
+    def release(self, deliveries: Sequence[Delivery]) -> None:
+        """Hand these to another worker."""
+
+    def close(self) -> None:
+        """Leave; what was not acknowledged goes back."""
+
+
+class ShareGroupQueue:
+    """A share group (KIP-932): more workers than partitions, no head-of-line blocking.
+
+    A poll returns whole record batches whatever `max.poll.records` says, and the next poll wants all of them
+    acknowledged. So the surplus is held for a while and then released; one that was released too often would be set
+    aside by the broker, so it is accepted instead and kept here.
+    """
+
+    def __init__(self, settings: Settings, group: str, consumer: Any = None) -> None:
+        self._consumer = consumer or make_share_consumer(settings, group=group)
+        self._consumer.subscribe([topic_name(settings, _TOPIC)])
+        self._held: deque[Delivery] = deque()
+        self._kept: deque[Delivery] = deque()
+        self._outstanding: set[int] = set()
+        self._polled_at = 0.0
+
+    def claim(self, limit: int, timeout_sec: float) -> list[Delivery]:
+        self._let_go()
+        if not self._held and not self._kept and not self._outstanding:
+            # Also with limit 0 the membership lives on: heartbeats are the client's own thread's business.
+            if limit == 0:
+                return []
+            self._poll(timeout_sec)
+        taken: list[Delivery] = []
+        for source in (self._kept, self._held):
+            while source and len(taken) < limit:
+                taken.append(source.popleft())
+        return taken
+
+    def _poll(self, timeout_sec: float) -> None:
+        for message in self._consumer.poll(timeout_sec):
+            if message.error() is not None:
+                log.warning("offer queue", error=message.error().str())
+                continue
+            delivery = Delivery(header_type(message.headers()), message.value() or b"", message)
+            self._outstanding.add(id(delivery))
+            self._held.append(delivery)
+        self._polled_at = time.monotonic()
+
+    def _let_go(self) -> None:
+        if not self._held or time.monotonic() - self._polled_at < _HOLD_SEC:
+            return
+        surplus, self._held = list(self._held), deque()
+        for delivery in surplus:
+            if delivery.message.delivery_count() >= SHARE_DELIVERY_LIMIT - 1:
+                self.acknowledge([delivery])
+                self._kept.append(delivery)
+            else:
+                self.release([delivery])
+        log.info("surplus offers released", num=len(surplus), kept=len(self._kept))
+
+    def acknowledge(self, deliveries: Sequence[Delivery]) -> None:
+        for delivery in deliveries:
+            if id(delivery) in self._outstanding:
+                self._outstanding.discard(id(delivery))
+                self._consumer.acknowledge(delivery.message)
+        self._consumer.commit_async()
+
+    def release(self, deliveries: Sequence[Delivery]) -> None:
+        for delivery in deliveries:
+            if id(delivery) in self._outstanding:
+                self._outstanding.discard(id(delivery))
+                release_message(self._consumer, delivery.message)
+        self._consumer.commit_async()
+
+    def close(self) -> None:
+        self.release(list(self._held))
+        self._consumer.close()
+
+
+class ConsumerGroupQueue:
+    """A plain consumer group: as many workers as partitions get work; paused while every lane is busy."""
+
+    def __init__(self, settings: Settings, group: str) -> None:
+        self._consumer = make_consumer(settings, group=group)
+        self._consumer.subscribe([topic_name(settings, _TOPIC)])
+        self._paused = False
+
+    def claim(self, limit: int, timeout_sec: float) -> list[Delivery]:
+        self._pause(limit == 0)
+        out = []
+        for message in self._consumer.consume(max(limit, 1), 0.0 if limit == 0 else timeout_sec):
+            if message.error() is not None:
+                log.warning("offer queue", error=message.error().str())
+            else:
+                out.append(Delivery(header_type(message.headers()), message.value() or b"", message))
+        if out and limit == 0:  # came in while pausing: rewind
+            self.release(out)
+            return []
+        return out
+
+    def _pause(self, pause: bool) -> None:
+        assignment = self._consumer.assignment()
+        if pause and assignment:
+            self._consumer.pause(assignment)
+        elif self._paused and assignment:
+            self._consumer.resume(assignment)
+        self._paused = pause
+
+    def acknowledge(self, deliveries: Sequence[Delivery]) -> None:
+        newest: dict[tuple[str, int], Any] = {}
+        for delivery in deliveries:
+            message = delivery.message
+            place = (message.topic(), message.partition())
+            if place not in newest or newest[place].offset() < message.offset():
+                newest[place] = message
+        for message in newest.values():
+            self._consumer.commit(message=message, asynchronous=True)
+
+    def release(self, deliveries: Sequence[Delivery]) -> None:
+        oldest: dict[tuple[str, int], Any] = {}
+        for delivery in deliveries:
+            message = delivery.message
+            place = (message.topic(), message.partition())
+            if place not in oldest or oldest[place].offset() > message.offset():
+                oldest[place] = message
+        for message in oldest.values():
+            self._consumer.seek(message_position(message))
+
+    def close(self) -> None:
+        self._consumer.close()
+
+
+def make_queue(settings: Settings) -> WorkQueue:
+    """The queue that `kafka.share_groups` asks for. Raises ValueError, also when the broker lacks what is wanted."""
+    wanted = settings.kafka.share_groups
+    if wanted not in ("auto", "on", "off"):
+        raise ValueError(f"kafka.share_groups = {wanted!r}: use auto, on or off")
+    # One group per run: a run's workers never skip past another run's offers for good.
+    group = f"workers.{settings.run.id}"
+    if wanted != "off":
+        if configure_share_group(settings, group):
+            log.info("offers come through a share group", group=group)
+            return ShareGroupQueue(settings, group)
+        if wanted == "on":
+            raise ValueError("kafka.share_groups = on: the broker has no share groups (4.2 or newer); use auto or off")
+    log.info("offers come through a consumer group", group=group)
+    return ConsumerGroupQueue(settings, group + ".plain")
