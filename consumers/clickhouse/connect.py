@@ -31,7 +31,7 @@ def _remedy(settings: Settings) -> str:
     return "start the local stack with `rollstream up`, or set clickhouse.url to a running server"
 
 
-def _reason(exc: Exception) -> str:
+def reason_of(exc: Exception) -> str:
     """What a person needs of the client's message: the innermost cause, without the request's address."""
     text = str(exc).splitlines()[0]
     _, found, cause = text.rpartition("[Errno ")
@@ -65,7 +65,7 @@ def connect(settings: Settings, *, database: str | None = None) -> Any:
         )
     except (ClickHouseError, OSError) as exc:
         raise ClickHouseUnavailableError(
-            f"no ClickHouse at {clickhouse_url(settings)} ({_reason(exc)}); {_remedy(settings)}"
+            f"no ClickHouse at {clickhouse_url(settings)} ({reason_of(exc)}); {_remedy(settings)}"
         ) from exc
 
 

@@ -116,9 +116,25 @@ FROM (SELECT step, fidelity FROM step_completed FINAL WHERE run_id = {run:String
 LEFT ARRAY JOIN arrayFilter(x -> x.version = -1, fidelity) AS f ORDER BY step
 """
 
+# As the view queue_staleness, for the newest step alone: this is asked every other second.
 _STALENESS = """
-SELECT staleness_mean, staleness_max FROM queue_staleness
-WHERE run_id = {run:String} AND staleness_max IS NOT NULL ORDER BY step DESC LIMIT 1
+SELECT
+    sum((version_before - assumeNotNull(m.min_version)) * m.num_sampled_tokens) / sum(m.num_sampled_tokens),
+    max(version_before - assumeNotNull(m.min_version))
+FROM
+(
+    SELECT version_before, m FROM
+    (
+        SELECT version_before, arrayJoin(group_ids) AS group_id FROM
+        (SELECT version_before, group_ids FROM step_completed FINAL WHERE run_id = {run:String}
+         ORDER BY step DESC LIMIT 1)
+    ) AS s
+    INNER JOIN (SELECT group_id, members FROM group_ready FINAL WHERE run_id = {run:String} LIMIT 1 BY group_id) AS g
+    ON s.group_id = g.group_id
+    ARRAY JOIN members AS m
+)
+WHERE m.admitted AND m.min_version IS NOT NULL
+HAVING count() > 0
 """
 
 # The window ends at the newest event, so that a look at a run that has ended says how fast it was at its end.

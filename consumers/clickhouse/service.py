@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from consumers.clickhouse.connect import ClickHouseUnavailableError, wait_for_clickhouse
+from consumers.clickhouse.connect import ClickHouseUnavailableError, reason_of, wait_for_clickhouse
 from consumers.clickhouse.migrate import migrate
 from consumers.clickhouse.sink import (
     SERVICE,
@@ -176,20 +176,24 @@ class Sink:
     def _insert_table(self, table: str, token: str, data: Any) -> None:
         from clickhouse_connect.driver.exceptions import ClickHouseError
 
-        pause_sec = 0.1
+        pause_sec, failed = 0.1, False
         while True:
             try:
                 self._client.insert_arrow(
                     table, data, settings={"insert_deduplication_token": token, "async_insert": 0}
                 )
+                if failed:
+                    log.info("clickhouse_answers_again", table=table)
                 return
             except (ClickHouseError, OSError) as exc:
                 if getattr(exc, "code", None) in _GONE:
                     raise SinkError(f"{table}: {exc}; the database was removed: start again to fill a new one") from exc
-                log.warning("clickhouse_insert_failed", table=table, detail=str(exc), retry_in_sec=pause_sec)
+                if not failed:
+                    log.warning("clickhouse_insert_failed", table=table, detail=reason_of(exc), remedy="trying again")
+                failed = True
             if self._stop.wait(pause_sec):
                 raise StoppedError
-            pause_sec = min(5.0, pause_sec * 2)
+            pause_sec = min(2.0, pause_sec * 2)
 
     def _dead_letter(self, event: DeadLettered) -> None:
         log.warning("dead_letter", topic=event.original_topic, offset=event.original_offset, detail=event.detail)

@@ -30,11 +30,11 @@ def _forget(settings: Settings) -> None:
     _CLIENTS.pop((clickhouse_url(settings), settings.clickhouse.database, settings.clickhouse.user), None)
 
 
-def _query(settings: Settings, sql: str, params: Mapping[str, Any] | None) -> Any:
+def _query(settings: Settings, sql: str, params: Mapping[str, Any] | None, **options: Any) -> Any:
     from clickhouse_connect.driver.exceptions import ClickHouseError
 
     try:
-        return _client(settings).query(sql, parameters=dict(params or {}), settings={"readonly": 1})
+        return _client(settings).query(sql, parameters=dict(params or {}), settings={**options, "readonly": 1})
     except ClickHouseUnavailableError as exc:
         _forget(settings)
         if f"(code: {_UNKNOWN_DATABASE})" in str(exc) or "UNKNOWN_DATABASE" in str(exc):
@@ -68,15 +68,19 @@ def _message(text: str) -> str:
     return message.partition(" (version ")[0].strip()
 
 
+#: The program's own questions are many and small: setting up threads would cost more than they save.
+_SMALL = {"max_threads": 1}
+
+
 def ask(settings: Settings, sql: str, params: Mapping[str, Any] | None = None) -> Sequence[Sequence[Any]]:
     """Rows of a SELECT with `{name:Type}` parameters. Raises QueryError."""
-    rows: Sequence[Sequence[Any]] = _query(settings, sql, params).result_rows
+    rows: Sequence[Sequence[Any]] = _query(settings, sql, params, **_SMALL).result_rows
     return rows
 
 
 def ask_dicts(settings: Settings, sql: str, params: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
     """Rows by column name. Raises QueryError."""
-    result = _query(settings, sql, params)
+    result = _query(settings, sql, params, **_SMALL)
     return [dict(zip(result.column_names, row, strict=True)) for row in result.result_rows]
 
 

@@ -1,4 +1,4 @@
-"""The sink and the queries against the embedded engine's HTTP front, and against a server when CLICKHOUSE_URL is set."""
+"""The sink and the queries against the embedded engine's HTTP front, and a server at CLICKHOUSE_URL."""
 
 from __future__ import annotations
 
@@ -252,7 +252,8 @@ def test_what_cannot_be_decoded_goes_to_the_dead_letters_and_does_not_block(embe
         _wait_caught_up(embedded)
         _wait("dead letters become rows", lambda: _stored(client)["DeadLettered"] == 2)
     rows = client.query(
-        "SELECT original_key_bytes, original_value, original_headers, error_class FROM dead_lettered ORDER BY original_key",
+        "SELECT original_key_bytes, original_value, original_headers, error_class FROM dead_lettered "
+        "ORDER BY original_key",
         column_formats={"original_value": "bytes"},
     ).result_rows
     assert [(row[0], row[1]) for row in rows] == [
