@@ -36,12 +36,17 @@ class SnapshotFile:
         self._path = data_dir(settings) / "run" / "progress.json"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._written = 0.0
+        self._changed = True
+
+    def note_change(self) -> None:
+        """The state is no longer what was written."""
+        self._changed = True
 
     def write(self, state: ProgressState, *, force: bool = False) -> None:
-        """Write when it is time."""
-        if not force and time.monotonic() - self._written < SNAPSHOT_SEC:
+        """Write when something changed and it is time."""
+        if not self._changed or (not force and time.monotonic() - self._written < SNAPSHOT_SEC):
             return
-        self._written = time.monotonic()
+        self._written, self._changed = time.monotonic(), False
         partial = self._path.with_suffix(".tmp")
         partial.write_text(json.dumps(make_snapshot(state, self._settings), indent=1) + "\n")
         partial.replace(self._path)
@@ -81,6 +86,7 @@ def serve(settings: Settings, instance: int, stop: threading.Event) -> None:
             ready.set()
             async for event in reader.events(stream):
                 _, alerts = stage.apply(state, event)
+                snapshot.note_change()
                 for alert in alerts:
                     await reader.write(alert)
                 snapshot.write(state)

@@ -125,5 +125,6 @@ def end_trial(offer: TrialOffered, trial: TrialState) -> TrialFinished:
         num_attempts=trial.attempt,
         attempt_event_id=facts.event_id if facts else None,
         reward_event_id=facts.reward_event_id if facts else None,
-        num_calls=facts.num_calls if facts else None,
+        # Calls that the log may lack must not be waited for.
+        num_calls=facts.num_calls if facts and facts.capture_ok else None,
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from infra.config import settings_json
 from infra.settings import RunSection, ScheduleSection, Settings
 from schemas.base import Event
 from schemas.events import GroupOffered, RunFinished, TrialFinished, TrialOffered
@@ -16,6 +18,7 @@ from streams.scheduling.clock import LeaseClock
 from streams.scheduling.core import SchedulingStage
 from streams.scheduling.ordering import REPLACEMENT_STRIDE, replacement_task, shuffle_epoch, task_at, trial_seed
 from streams.scheduling.plan import MAX_REPLACEMENTS, pass_size, validation_points
+from streams.scheduling.service import ScheduleChangedError, check_unchanged
 from streams.scheduling.state import SchedulerState
 from tests.unit.stages import builders as make
 
@@ -283,6 +286,12 @@ def test_an_attempt_ends_its_trial_once() -> None:
     assert scheduler.state.trials == {}
 
 
+def test_calls_of_a_broken_capture_are_not_counted_on() -> None:
+    (end,) = offered_trial().see(make.attempt_finished(capture_ok=False, num_calls=3))
+    assert isinstance(end, TrialFinished)
+    assert (end.termination_reason, end.num_calls) == ("capture_broken", None)
+
+
 def test_an_attempt_whose_offer_was_not_read_back_yet_waits_for_it() -> None:
     scheduler = Scheduler()
     assert scheduler.see(make.leased(), make.attempt_finished()) == []
@@ -347,6 +356,17 @@ def test_the_clock_sees_a_deadline_pass_once_and_again_after_a_renewal() -> None
 def test_too_many_groups_per_step_is_an_error_that_names_the_key() -> None:
     with pytest.raises(ValueError, match=r"schedule\.groups_per_step"):
         Scheduler(groups_per_step=REPLACEMENT_STRIDE + 1)
+
+
+def test_a_resumed_run_keeps_its_schedule_but_may_be_extended() -> None:
+    settings = Scheduler(validate_every=2).settings
+    started = json.loads(settings_json(settings))
+    check_unchanged(settings, started)
+    check_unchanged(replace(settings, schedule=replace(settings.schedule, num_steps=99)), started)
+    check_unchanged(settings, {})
+    other = replace(settings, schedule=replace(settings.schedule, group_size=5), run=replace(settings.run, seed=4))
+    with pytest.raises(ScheduleChangedError, match=r"schedule\.group_size was 2, is 5; run\.seed was 0, is 4; set it"):
+        check_unchanged(other, started)
 
 
 def make_dropped(group: GroupOffered, max_version: int | None = None, at: int = 3000) -> Event:
