@@ -69,25 +69,32 @@ def _result(number: int, text: str) -> dict[str, Any]:
 
 
 def _transitions(renderer: Renderer) -> list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]]:
-    """(shape, history that ends in an assistant turn, new messages) for every shape."""
-    history = [{"role": "user", "content": "Fix  the bug\n"}]
+    """(shape, history that ends in an assistant turn, new messages): every shape behind histories of several lengths.
+
+    With one length alone a template that counts turns could agree with the stand-in by chance.
+    """
 
     def turn(content: str, *calls: dict[str, Any]) -> dict[str, Any]:
         made = {"tool_calls": list(calls)} if calls else {}
         return {"role": "assistant", "content": content, "reasoning_content": "thinking", **made}
 
-    one = [*history, turn("", _call(renderer, 1, "ls"))]
-    after = [*one, _result(1, "a.py\n b.py\n")]
-    two = [*after, turn("", _call(renderer, 2, "cat a"), _call(renderer, 3, "cat b"))]
-    done = [*after, turn("All done.")]
     user = {"role": "user", "content": "Now add tests"}
-    return [
-        ("tool", one, [_result(1, "a.py\n b.py\n")]),
-        ("tools", two, [_result(2, "AAA"), _result(3, '{"x": 1}')]),
-        ("user", done, [user]),
-        ("tool+user", one, [_result(1, "ok"), user]),
-        ("system", done, [{"role": "system", "content": "Be quick."}, user]),
-    ]
+    starts = [[{"role": "user", "content": "Fix  the bug\n"}]]
+    starts.append([{"role": "system", "content": "You code."}, *starts[0], turn("Which one?"), user])
+    out = []
+    for start in starts:
+        one = [*start, turn("", _call(renderer, 1, "ls"))]
+        after = [*one, _result(1, "a.py\n b.py\n")]
+        two = [*after, turn("", _call(renderer, 2, "cat a"), _call(renderer, 3, "cat b"))]
+        out += [
+            ("tool", one, [_result(1, "a.py\n b.py\n")]),
+            ("tools", two, [_result(2, "AAA"), _result(3, '{"x": 1}')]),
+            ("user", [*start, turn("All done.")], [user]),
+            ("user", [*after, turn("All done.")], [user]),
+            ("tool+user", one, [_result(1, "ok"), user]),
+            ("system", [*start, turn("All done.")], [{"role": "system", "content": "Be quick."}, user]),
+        ]
+    return out
 
 
 def _label(
@@ -113,9 +120,11 @@ def _label(
 
 
 def check_template(renderer: Renderer) -> TemplateReport:
-    """Label every shape, with and without tools in the request: the worse label counts (X > E > R > =)."""
-    labels: dict[str, str] = {}
+    """Label every shape, behind several histories, with and without tools: the worst label counts.
+
+    A history that the template refuses says nothing about the shape; `E` is left when it refuses all.
+    """
+    found: dict[str, set[str]] = {}
     for shape, history, new in _transitions(renderer):
-        found = {_label(renderer, history, new, tools) for tools in (None, [_TOOL])}
-        labels[shape] = next(mark for mark in "XER=" if mark in found)
-    return TemplateReport(labels)
+        found.setdefault(shape, set()).update(_label(renderer, history, new, tools) for tools in (None, [_TOOL]))
+    return TemplateReport({shape: next(mark for mark in "XR=E" if mark in marks) for shape, marks in found.items()})

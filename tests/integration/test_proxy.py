@@ -584,7 +584,7 @@ async def process(settings: Settings, policy: Path, tmp_path: Path) -> AsyncIter
 async def test_kill_9_loses_no_acknowledged_call(process):
     settings, start = process
     acknowledged: set[str] = set()
-    for round_number in range(3):
+    for round_number in range(2):
         server = await start()
         workers = []
         for lane in range(4):
@@ -616,7 +616,7 @@ async def test_kill_9_loses_no_acknowledged_call(process):
         for worker in workers:
             worker.hang_up()
     recorded = {e.call_id for e in read_log(settings, ["model-calls"]) if isinstance(e, ModelCallCompleted)}
-    assert len(acknowledged) >= 120 and acknowledged <= recorded
+    assert len(acknowledged) >= 80 and acknowledged <= recorded
 
 
 async def test_sigterm_drains(process):
@@ -635,7 +635,18 @@ async def test_sigterm_drains(process):
 # -- with weights
 
 
-async def test_published_policies_are_loaded_and_served(kafka_settings, tmp_path):
+def spy(write: Any, written: list[Any]) -> Any:
+    """A recorder's `write` that also tells the test what was acknowledged."""
+
+    def wrapped(events: Any, *rest: Any) -> Any:
+        done = write(events, *rest)
+        done.add_done_callback(lambda _: written.extend(events))
+        return done
+
+    return wrapped
+
+
+async def test_published_policies_are_loaded_and_served(kafka_settings, tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
     from producers.proxy.engines.torch_engine import TorchEngine
     from producers.proxy.engines.torch_engine_model import LoadedModel
@@ -653,36 +664,41 @@ async def test_published_policies_are_loaded_and_served(kafka_settings, tmp_path
     writer = EventWriter(settings)
     torch.set_num_threads(1)
 
-    async def publish(event: Any, proxy: Any) -> PolicyLoaded:
+    written: list[Any] = []
+
+    async def publish(event: Any) -> PolicyLoaded:
         writer.write(event)
         await asyncio.to_thread(writer.flush)
         async with asyncio.timeout(60):
-            while True:
-                for seen in await asyncio.to_thread(read_log, settings, ["policy-versions"]):
-                    if isinstance(seen, PolicyLoaded) and seen.version == event.version:
-                        return seen
-                await asyncio.sleep(0.05)
+            while len(answers()) < event.version + 1:
+                await asyncio.sleep(0.02)
+        return answers()[-1]
+
+    def answers() -> list[PolicyLoaded]:
+        return [e for e in written if isinstance(e, PolicyLoaded)]
 
     async with running(settings, TorchEngine(EngineSection(max_batch=8), replica="engine/0")) as proxy:
+        monkeypatch.setattr(proxy.recorder, "write", spy(proxy.recorder.write, written))
         async with session(proxy, "t") as worker:
             ask = client(proxy, "t").chat.completions.create
             body: Any = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 12}
             assert not proxy.ready
             with pytest.raises(openai.InternalServerError, match="no policy is loaded"):
                 await ask(**body)
-            assert (await publish(published[0], proxy)).ok and proxy.ready
+            assert (await publish(published[0])).ok and proxy.ready
             await ask(**body)
-            assert (await publish(published[1], proxy)).ok
+            assert (await publish(published[1])).ok
             await asyncio.gather(*(ask(**body) for _ in range(8)))
             bad = replace(published[0], version=2)  # the weights of one version with the canary of another
             bad = replace(bad, canary_logprobs=published[1].canary_logprobs)
-            refused = await publish(bad, proxy)
+            refused = await publish(bad)
             assert not refused.ok and (refused.canary_max_abs_dlogp or 0) > 1e-3 and not proxy.ready
             with pytest.raises(openai.InternalServerError, match=r"no policy is loaded|fenced"):
                 await ask(**body)
             counts = await worker.close_session()
     assert (counts["num_calls"], counts["num_failed_calls"]) == (11, 2)
-    events = read_log(settings, ["model-calls", "routing"])
+    events = read_log(settings, ["model-calls", "routing", "policy-versions"])
+    assert [(e.version, e.ok) for e in events if isinstance(e, PolicyLoaded)] == [(0, True), (1, True), (2, False)]
     calls = calls_of(events)
     assert [[s.version for s in c.version_spans] for c in calls] == [[0]] + [[1]] * 8
     assert len({c.sampled_ids for c in calls}) > 1 and len({c.seed for c in calls}) == 9
