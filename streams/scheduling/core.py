@@ -174,9 +174,7 @@ class SchedulingStage:
             outputs += self._offer_group(state, due, index, task_id, epoch)
         return outputs
 
-    def _offer_group(
-        self, state: SchedulerState, due: Due, index: int, task_id: TaskId, epoch: int
-    ) -> list[Event]:
+    def _offer_group(self, state: SchedulerState, due: Due, index: int, task_id: TaskId, epoch: int) -> list[Event]:
         """One group and its trials, unless it was offered already."""
         group_id = make_group_id(self._run_id, due.purpose, due.step, index)
         if group_id in state.offered:
@@ -232,5 +230,3 @@ class SchedulingStage:
             detail=detail,
             num_steps=state.num_steps_done,
         )
-
-

@@ -17,7 +17,10 @@ from streams.scheduling.clock import LeaseClock
 from streams.scheduling.core import SchedulingStage
 
 #: What a run cannot change once it has begun: ids and order of its offers follow from these.
-FIXED = ("groups_per_step", "group_size", "max_staleness", "validate_every", "validation_tasks", "validation_final_tasks")
+FIXED = (
+    *("groups_per_step", "group_size", "max_staleness"),
+    *("validate_every", "validation_tasks", "validation_final_tasks"),
+)
 
 
 class ScheduleChangedError(ValueError):

@@ -32,7 +32,7 @@ from tests.unit.stages.history import History, make_history, world_settings
 from tests.unit.stages.trial_scripts import make_trial_script
 
 STAGES = ("scheduler", "assembly", "admission", "grouping")
-DEADLINE_SEC = 120
+DEADLINE_SEC = 180
 
 
 def serve_in_child(name: str, settings: Settings) -> None:

@@ -89,12 +89,15 @@ def test_a_group_of_one_needs_one() -> None:
     assert isinstance(lost, GroupDropped)
 
 
-@pytest.mark.parametrize(("versions", "purpose", "reason"), [
-    ((2, 2), "train", "too_stale"),
-    ((2, 4), "train", None),
-    ((None, None), "train", None),
-    ((2, 2), "validation", None),
-])
+@pytest.mark.parametrize(
+    ("versions", "purpose", "reason"),
+    [
+        ((2, 2), "train", "too_stale"),
+        ((2, 4), "train", None),
+        ((None, None), "train", None),
+        ((2, 2), "validation", None),
+    ],
+)
 def test_a_group_without_a_fresh_token_is_too_stale(
     versions: tuple[int | None, int | None], purpose: str, reason: str | None
 ) -> None:

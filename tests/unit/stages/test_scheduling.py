@@ -343,9 +343,7 @@ def test_the_clock_sees_a_deadline_pass_once_and_again_after_a_renewal() -> None
     (lapse,) = clock.tick(scheduler.state, 5100)
     assert (lapse.attempt, lapse.lease_id, lapse.deadline_ms) == (1, "lease-1", 5000)  # type: ignore[attr-defined]
     assert clock.tick(scheduler.state, 5200) == []
-    scheduler.see(
-        LeaseRenewed(**make.base(), trial_id=make.TRIAL, attempt=1, lease_id="lease-1", deadline_ms=7000)
-    )
+    scheduler.see(LeaseRenewed(**make.base(), trial_id=make.TRIAL, attempt=1, lease_id="lease-1", deadline_ms=7000))
     assert scheduler.see(lapse) == []
     assert clock.tick(scheduler.state, 6000) == []
     (lapse,) = clock.tick(scheduler.state, 7100)

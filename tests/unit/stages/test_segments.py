@@ -94,9 +94,7 @@ def test_a_retry_that_is_echoed_is_real_and_the_other_an_orphan() -> None:
 
 
 def test_of_retries_that_are_not_echoed_the_last_is_kept() -> None:
-    alignment = align(
-        call(0, [1], [9]), *(call(i, [5], [10 + i], parent=0, shared=2) for i in (1, 2, 3))
-    )
+    alignment = align(call(0, [1], [9]), *(call(i, [5], [10 + i], parent=0, shared=2) for i in (1, 2, 3)))
     assert [tokens(s) for s in alignment.segments] == [[1, 9, 5, 13]]
     assert [x.call_id for x in alignment.excluded] == names(1, 2)
 
