@@ -7,6 +7,7 @@ forgotten before the next one: repositories may have modules of the same name.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ import pytest
 class SuiteRecorder:
     """A pytest plugin that isolates the repositories' imports and records each test's outcome."""
 
-    def __init__(self, repos: list[str]) -> None:
+    def __init__(self, root: Path, repos: list[str]) -> None:
+        self._root = root
         self.results: dict[str, dict[str, bool]] = {repo: {} for repo in repos}
 
     @pytest.hookimpl(wrapper=True)
@@ -41,7 +43,7 @@ class SuiteRecorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A test passed when its setup, call and teardown passed."""
         path, _, name = report.nodeid.partition("::")
-        file = Path("/", path)  # node ids are relative to --rootdir
+        file = self._root / path
         repo = self._repo_of(file)
         if repo is None:
             return
@@ -56,11 +58,14 @@ class SuiteRecorder:
 def main(job: str, report: str) -> int:
     """Run the tests of the repositories listed in `job`; write a list of {node id: passed} to `report`."""
     repos = [str(Path(r).resolve()) for r in json.loads(Path(job).read_text())]
-    recorder: Any = SuiteRecorder(repos)
+    # Node ids, and the names test modules are imported by, are relative to this.
+    root = Path(os.path.commonpath(repos)) if len(repos) > 1 else Path(repos[0]).parent
+    recorder: Any = SuiteRecorder(root, repos)
     options = [
         "-c",
         "/dev/null",
-        "--rootdir=/",
+        f"--rootdir={root}",
+        f"--confcutdir={root}",
         "--noconftest",
         "-q",
         "--tb=no",

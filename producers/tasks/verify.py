@@ -90,7 +90,7 @@ def find_test_lists(candidates: Sequence[Candidate], *, num_processes: int = 2) 
         for i, candidate in enumerate(candidates):
             files = {**candidate.repo, **{f"tests/{name}": text for name, text in candidate.tests.items()}}
             for state in ("before", "after"):
-                repo = Path(scratch) / f"{i:05d}" / state
+                repo = Path(scratch) / f"{i:05d}-{state}"
                 for name, text in files.items():
                     (repo / name).parent.mkdir(parents=True, exist_ok=True)
                     (repo / name).write_bytes(text.encode())
