@@ -17,21 +17,20 @@ import functools
 import io
 import json
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import fastavro
 
 from schemas.avro_types import Schema, SchemaError, derive_schema, load_all_versions, load_schema
 from schemas.base import EVENTS, Event
+from schemas.decoder import BodyError, Decoder, decoder_function
 from schemas.encoder import Encoder, encoder_function
 from schemas.records import from_record_function
 
 SINGLE_OBJECT_MAGIC = b"\xc3\x01"
 CONFLUENT_MAGIC = 0
 HEADER_TYPE = "event-type"
-
-_read = fastavro.schemaless_reader
 
 
 class CodecError(ValueError):
@@ -65,18 +64,45 @@ def _plain(schema: Any) -> Any:
     return [_plain(v) for v in schema] if isinstance(schema, list) else schema
 
 
+def _parsed(schema: Schema) -> Any:
+    return fastavro.parse_schema(copy.deepcopy(_plain(schema)))
+
+
 class _Reader:
     """Decodes bodies of one writer schema into its event class, resolved to the newest schema."""
-
-    __slots__ = ("build", "event_type", "name", "reader_schema", "writer_schema")
 
     def __init__(self, writer: Schema, newest: Schema, cls: type[Event]) -> None:
         self.name: str = cls.__name__
         self.event_type = cls
-        self.writer_schema = fastavro.parse_schema(copy.deepcopy(_plain(writer)))
-        same = fingerprint(writer) == fingerprint(newest)
-        self.reader_schema = None if same else fastavro.parse_schema(copy.deepcopy(_plain(newest)))
-        self.build: Callable[[dict[str, Any]], Event] = from_record_function(cls)
+        self._schemas = None if fingerprint(writer) == fingerprint(newest) else (_parsed(writer), _parsed(newest))
+
+    @functools.cached_property
+    def read(self) -> Decoder:
+        """(bytes, position) -> (event, position after the body)."""
+        if self._schemas is None:
+            return decoder_function(self.event_type)
+        read_plain, build = self.read_plain, from_record_function(self.event_type)
+
+        def read(data: bytes, pos: int) -> tuple[Event, int]:
+            record, end = read_plain(data, pos)
+            return build(record), end
+
+        return read
+
+    @functools.cached_property
+    def read_plain(self) -> Decoder:
+        """(bytes, position) -> (fields as plain values, position after the body)."""
+        if self._schemas is None:
+            return decoder_function(self.event_type, plain=True)
+        writer, newest = self._schemas
+
+        def read_plain(data: bytes, pos: int) -> tuple[dict[str, Any], int]:
+            body = io.BytesIO(data)
+            body.seek(pos)
+            record: dict[str, Any] = fastavro.schemaless_reader(body, writer, newest)
+            return record, body.tell()
+
+        return read_plain
 
 
 @functools.cache
@@ -111,6 +137,12 @@ def _known_reader(mark: bytes) -> _Reader | None:
 @functools.cache
 def _writer(name: str) -> tuple[bytes, Encoder]:
     return SINGLE_OBJECT_MAGIC + fingerprint(_newest_schema(name)), encoder_function(EVENTS[name])
+
+
+def _body_error(reader: _Reader, exc: Exception) -> CodecError:
+    """Whatever broken bytes lead to, as one kind of error: an index out of range, bad UTF-8, fastavro's many kinds."""
+    detail = str(exc) if isinstance(exc, BodyError) else f"{exc!r}, the bytes may be cut off"
+    return CodecError(f"{reader.name}: body does not fit its schema: {detail}")
 
 
 class Codec:
@@ -153,27 +185,29 @@ class Codec:
 
     def decode(self, data: bytes) -> Event:
         """The event in `data`, either framing. Raises CodecError on anything else."""
-        reader, record = self._read(data)
-        return reader.build(record)
-
-    def decode_record(self, data: bytes) -> tuple[str, dict[str, Any]]:
-        """(event type, fields as plain values, nested records as dicts): for readers that make columns of them."""
-        reader, record = self._read(data)
-        return reader.name, record
-
-    def _read(self, data: bytes) -> tuple[_Reader, dict[str, Any]]:
         reader, start = self._readers.get(data[:10]), 10
         if reader is None:
             reader, start = self._other_reader(data)
-        body = io.BytesIO(data)
-        body.seek(start)
         try:
-            record: dict[str, Any] = _read(body, reader.writer_schema, reader.reader_schema)
-        except Exception as exc:  # fastavro raises many kinds on broken input
-            raise CodecError(f"{reader.name}: body does not fit its schema: {exc!r}") from exc
-        if body.tell() != len(data):
-            raise CodecError(f"{reader.name}: {len(data) - body.tell()} bytes left over after the record")
-        return reader, record
+            event, end = reader.read(data, start)
+        except Exception as exc:
+            raise _body_error(reader, exc) from exc
+        if end != len(data):
+            raise CodecError(f"{reader.name}: {len(data) - end} bytes left over after the record")
+        return event  # type: ignore[no-any-return]
+
+    def decode_record(self, data: bytes) -> tuple[str, dict[str, Any]]:
+        """(event type, fields as plain values, nested records as dicts): for readers that make columns of them."""
+        reader, start = self._readers.get(data[:10]), 10
+        if reader is None:
+            reader, start = self._other_reader(data)
+        try:
+            record, end = reader.read_plain(data, start)
+        except Exception as exc:
+            raise _body_error(reader, exc) from exc
+        if end != len(data):
+            raise CodecError(f"{reader.name}: {len(data) - end} bytes left over after the record")
+        return reader.name, record
 
     def _other_reader(self, data: bytes) -> tuple[_Reader, int]:
         """(reader, where the body starts) of bytes that do not begin with a known fingerprint."""

@@ -56,6 +56,8 @@ def test_decode_inverts_encode_and_the_bytes_are_fastavros(name: str) -> None:
         assert decoded == event
         assert type(decoded) is cls
         assert data[10:] == body_by_fastavro(event)
+        schema = plain(load_schema(name, cls.VERSION))
+        assert codec.decode_record(data) == (name, fastavro.schemaless_reader(io.BytesIO(data[10:]), schema, None))
 
     check()
 
@@ -182,6 +184,38 @@ def test_noise_is_refused_or_decoded_but_never_anything_else(noise: bytes) -> No
         assert type(Codec().decode(data)) is TrialLeased
 
 
+def test_blocks_with_their_size_are_read() -> None:
+    """Other writers may put a negative count and the block's size in front of the items (specification, "Arrays")."""
+    event = replace(TASK, fail_to_pass=("aa", "bb"), pass_to_pass=(), metadata={"k": "v"})
+    data = Codec().encode(event)
+    items, pair = b"\x04aa\x04bb", b"\x02k\x02v"
+    assert data.count(b"\x04" + items) == data.count(b"\x02" + pair) == 1
+    sized = data.replace(b"\x04" + items, encode_long(-2) + encode_long(len(items)) + items)
+    sized = sized.replace(b"\x02" + pair, encode_long(-1) + encode_long(len(pair)) + pair)
+    assert Codec().decode(sized) == event
+    split = data.replace(b"\x04" + items, b"\x02\x04aa\x02\x04bb")
+    assert Codec().decode(split) == event
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "message"),
+    [
+        (b"\x0cSTREAM\x01", b"\x0cSTREAM\x02", "streamed: a boolean that is neither 0 nor 1"),
+        (b"\x0cSTREAM", b"\x0bSTREAM", "wire_format: a length beyond the end"),
+        (b"\x0cSTREAM", b"\xff\xff\xff\xff\x0f", "wire_format: a length beyond the end"),
+        (b"\x0cSTREAM", b"\x0cSTRE\xff\xff", "invalid start byte"),
+        (b"\x0cSTREAM", b"\xff" * 10 + b"\x01", "a varint of more than 64 bits"),
+        (b"\x02\x0aOTHER", b"\x04\x0aOTHER", "parent_call_id: a branch that is not in the union"),
+    ],
+)
+def test_a_damaged_body_says_what_is_wrong(good: bytes, bad: bytes, message: str) -> None:
+    data = Codec().encode(replace(CALL, wire_format="STREAM", streamed=True, parent_call_id="OTHER"))
+    assert data.count(good) == 1
+    for decode in (Codec().decode, Codec().decode_record):
+        with pytest.raises(CodecError, match=f"ModelCallCompleted: body does not fit its schema: .*{message}"):
+            decode(data.replace(good, bad))
+
+
 # -- other versions of a schema
 
 
@@ -206,6 +240,7 @@ def test_bytes_of_a_newer_version_are_decoded_with_its_own_schema() -> None:
         codec.decode(data)
     codec.add_schema(newer_schema())
     assert codec.decode(data) == example_event(TrialLeased)
+    assert codec.decode_record(data) == ("TrialLeased", dataclasses.asdict(example_event(TrialLeased)))
     try:
         misread = codec.decode(Codec().encode(example_event(TrialLeased))[:10] + data[10:])
     except CodecError:

@@ -1,0 +1,176 @@
+"""Avro binary bodies to event dataclasses, by one function generated per class: the counterpart of `encoder`.
+
+It reads what was written with the newest schema; bodies of other versions go through fastavro's schema resolution.
+Unlike fastavro it refuses a boolean that is neither 0 nor 1 (Avro 1.11 specification, "Binary encoding").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, NoReturn, Union
+
+Decoder = Callable[[bytes, int], tuple[Any, int]]
+
+
+class BodyError(ValueError):
+    """Bytes that are no body of the schema: says where and why."""
+
+
+def _refuse(where: str, why: str) -> NoReturn:
+    raise BodyError(f"{where}: {why}")
+
+
+def _long_rest(data: bytes, pos: int, first: int) -> tuple[int, int]:
+    """(zigzag value, next position) of a varint whose first byte had the continuation bit."""
+    value, shift = first & 0x7F, 7
+    while True:
+        byte = data[pos]
+        pos += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            break
+        shift += 7
+    if value >> 64:
+        raise BodyError("a varint of more than 64 bits")
+    return value, pos
+
+
+class _Source:
+    """Python source of a decoder, being written. `plain`: nested records become dicts, else dataclasses."""
+
+    def __init__(self, plain: bool) -> None:
+        self.plain = plain
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {
+            "long_rest": _long_rest,
+            "refuse": _refuse,
+            "double": struct.Struct("<d").unpack_from,
+            "new": object.__new__,
+            "set_attribute": object.__setattr__,
+        }
+        self._num_locals = 0
+
+    def local(self) -> str:
+        """A fresh variable name."""
+        self._num_locals += 1
+        return f"v{self._num_locals}"
+
+    def constant(self, value: object) -> str:
+        """A name for an object the source refers to."""
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def add(self, depth: int, *lines: str) -> None:
+        """Add lines."""
+        self.lines += ["    " * depth + line for line in lines]
+
+    def zigzag(self, depth: int, var: str) -> None:
+        """Read the unsigned value of a varint into `var`."""
+        self.add(depth, f"{var} = data[pos]; pos += 1")
+        self.add(depth, f"if {var} > 127: {var}, pos = long_rest(data, pos, {var})")
+
+    def chunk(self, depth: int, where: str) -> None:
+        """Read a length and set `stop` to where the bytes of that length end."""
+        self.zigzag(depth, "n")
+        self.add(depth, "stop = pos + (n >> 1)")
+        self.add(depth, f"if n & 1 or stop > end: refuse({where!r}, 'a length beyond the end')")
+
+
+def _read_string(src: _Source, depth: int, var: str, where: str) -> None:
+    src.chunk(depth, where)
+    src.add(depth, f"{var} = data[pos:stop].decode(); pos = stop")
+
+
+def _read_bytes(src: _Source, depth: int, var: str, where: str) -> None:
+    src.chunk(depth, where)
+    src.add(depth, f"{var} = data[pos:stop]; pos = stop")
+
+
+def _read_long(src: _Source, depth: int, var: str, where: str) -> None:
+    src.zigzag(depth, var)
+    src.add(depth, f"{var} = ({var} >> 1) ^ -({var} & 1)")
+
+
+def _read_double(src: _Source, depth: int, var: str, where: str) -> None:
+    src.add(depth, f"{var} = double(data, pos)[0]; pos += 8")
+
+
+def _read_boolean(src: _Source, depth: int, var: str, where: str) -> None:
+    src.add(depth, "n = data[pos]; pos += 1")
+    src.add(depth, f"if n > 1: refuse({where!r}, 'a boolean that is neither 0 nor 1')", f"{var} = n == 1")
+
+
+_PRIMITIVES: dict[Any, Callable[[_Source, int, str, str], None]] = {
+    str: _read_string,
+    bytes: _read_bytes,
+    int: _read_long,
+    float: _read_double,
+    bool: _read_boolean,
+}
+
+
+def _read(src: _Source, depth: int, tp: Any, var: str, where: str) -> None:
+    """Write the lines that read a value of type `tp` into the local variable `var`."""
+    while isinstance(tp, typing.NewType) or typing.get_origin(tp) is typing.Annotated:
+        tp = tp.__supertype__ if isinstance(tp, typing.NewType) else typing.get_args(tp)[0]
+    origin, args = typing.get_origin(tp), typing.get_args(tp)
+    if tp in _PRIMITIVES:
+        _PRIMITIVES[tp](src, depth, var, where)
+    elif origin in (Union, types.UnionType):
+        src.add(depth, "n = data[pos]; pos += 1", f"if n == 0: {var} = None", "elif n == 2:")
+        _read(src, depth + 1, next(a for a in args if a is not type(None)), var, where)
+        src.add(depth, f"else: refuse({where!r}, 'a branch that is not in the union')")
+    elif origin in (tuple, dict):
+        _read_blocks(src, depth, tp, var, where)
+    else:
+        _read_fields(src, depth, tp, var, where + ".", plain=src.plain)
+
+
+def _read_blocks(src: _Source, depth: int, tp: Any, var: str, where: str) -> None:
+    """Arrays and maps: blocks of items until an empty one; a negative count is followed by the block's size."""
+    item, count, is_map = src.local(), src.local(), typing.get_origin(tp) is dict
+    src.add(depth, f"{var} = {'{}' if is_map else '[]'}", "while True:")
+    _read_long(src, depth + 1, count, where)
+    src.add(depth + 1, f"if {count} == 0: break", f"if {count} < 0:")
+    _read_long(src, depth + 2, item, where)
+    src.add(depth + 2, f"{count} = -{count}")
+    src.add(depth + 1, f"for _ in range({count}):")
+    if is_map:
+        key = src.local()
+        _read_string(src, depth + 2, key, where + " key")
+    _read(src, depth + 2, typing.get_args(tp)[1 if is_map else 0], item, where + " item")
+    src.add(depth + 2, f"{var}[{key}] = {item}" if is_map else f"{var}.append({item})")
+    if not is_map and not src.plain:
+        src.add(depth, f"{var} = tuple({var})")
+
+
+def _read_fields(src: _Source, depth: int, cls: type, var: str, where: str, *, plain: bool) -> None:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    values = {field.name: src.local() for field in dataclasses.fields(cls)}
+    for name, value in values.items():
+        _read(src, depth, hints[name], value, where + name)
+    record = "{" + ", ".join(f"{name!r}: {value}" for name, value in values.items()) + "}"
+    if plain:
+        src.add(depth, f"{var} = {record}")
+    else:  # the instance takes the dict over: no copy, and what is frozen stays frozen
+        src.add(depth, f"{var} = new({src.constant(cls)})", f"set_attribute({var}, '__dict__', {record})")
+
+
+def decoder_function(cls: type, *, plain: bool = False) -> Decoder:
+    """A function (bytes, position of the body) -> (instance of `cls`, position after the body).
+
+    With `plain` it gives a dict of plain values, nested records as dicts and arrays as lists. It raises BodyError,
+    IndexError, struct.error or UnicodeDecodeError for bytes that are no such body.
+    """
+    src = _Source(plain)
+    src.add(0, "def decode(data, pos):", "    end = len(data)")
+    _read_fields(src, 1, cls, "obj", "", plain=plain)
+    src.add(1, "return obj, pos")
+    scope = dict(src.names)
+    exec(compile("\n".join(src.lines), f"<decoder of {cls.__name__}>", "exec"), scope)
+    return typing.cast(Decoder, scope["decode"])
