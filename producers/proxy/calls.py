@@ -254,6 +254,7 @@ class ModelCall:
             seed=sampling.seed,
             stop_token_ids=self.backend.renderer.stop_token_ids,
             prefix_key=prompt.conversation_id,
+            first_row=prompt.parent.routed if prompt.parent is not None else 0,
             stream=sink is not None,
         )
         async with aclosing(self.backend.engine.generate(generate)) as chunks:  # type: ignore[type-var]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -196,13 +197,12 @@ def routing_events(
     A position that was forwarded twice (after new weights were loaded) keeps its first row: the one that the tokens
     sampled at the time were made with. Positions that no row covers are in the arrays with a cleared validity bit.
     """
-    spans = sorted((r for r in rows if r.start + r.num_tokens > first), key=lambda r: r.start)
-    if not spans:
+    end = max((r.start + r.num_tokens for r in rows), default=first)
+    if end <= first:
         return [], first
-    end = max(r.start + r.num_tokens for r in spans)
     data = bytearray((end - first) * shape.row_bytes)
-    valid = [False] * (end - first)
-    versions = [-1] * (end - first)
+    valid = bytearray(end - first)
+    versions = array("q", [-1]) * (end - first)
     for row in rows:  # in order of forwarding: the first one wins
         _place(row, shape.row_bytes, first, data, valid, versions)
     per_chunk = max(1, max_bytes * 8 // (shape.row_bytes * 8 + 1))  # a row and its validity bit
@@ -238,7 +238,7 @@ def routing_events(
 
 
 def _place(
-    row: RoutingRows, row_bytes: int, first: int, data: bytearray, valid: list[bool], versions: list[int]
+    row: RoutingRows, row_bytes: int, first: int, data: bytearray, valid: bytearray, versions: array[int]
 ) -> None:
     """Copy the rows that fill still empty positions."""
     if len(row.expert_ids) != row.num_tokens * row_bytes:
@@ -249,8 +249,8 @@ def _place(
     if row.valid is None and not any(valid[lo - first : hi - first]):
         source = row.expert_ids[(lo - row.start) * row_bytes :]
         data[(lo - first) * row_bytes : (hi - first) * row_bytes] = source
-        valid[lo - first : hi - first] = [True] * (hi - lo)
-        versions[lo - first : hi - first] = [row.version] * (hi - lo)
+        valid[lo - first : hi - first] = b"\x01" * (hi - lo)
+        versions[lo - first : hi - first] = array("q", [row.version]) * (hi - lo)
         return
     for position in range(lo, hi):
         at, source_at = position - first, position - row.start
@@ -259,11 +259,15 @@ def _place(
         data[at * row_bytes : (at + 1) * row_bytes] = row.expert_ids[
             source_at * row_bytes : (source_at + 1) * row_bytes
         ]
-        valid[at], versions[at] = True, row.version
+        valid[at], versions[at] = 1, row.version
 
 
-def _version_spans(versions: Sequence[int]) -> Iterator[VersionSpan]:
+def _version_spans(versions: array[int]) -> Iterator[VersionSpan]:
     """Runs of equal versions; rows that were not captured (-1) belong to none."""
+    if len(versions) > 1 and versions.count(versions[0]) == len(versions):
+        if versions[0] >= 0:
+            yield VersionSpan(version=versions[0], start=0, end=len(versions))
+        return
     start = 0
     for at in range(1, len(versions) + 1):
         if at == len(versions) or versions[at] != versions[start]:

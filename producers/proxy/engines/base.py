@@ -43,6 +43,8 @@ class GenerateRequest:
     seed: int | None = None
     #: Calls with an equal key share a prefix: a hint for caches and for routing to a replica.
     prefix_key: str = ""
+    #: Routing rows of context positions before this one are recorded already and need not be reported.
+    first_row: int = 0
     #: True: a chunk per decoding step; False: the engine may deliver everything in one chunk.
     stream: bool = False
 

@@ -53,18 +53,33 @@ def _mix(*values: int) -> int:
     return acc
 
 
+_NUM_ROWS = 4096
+_LOGPROBS = [-(1 + _mix(index) % 4096) / 1024.0 for index in range(_NUM_ROWS)]
+
+
 def scripted_logprob(token_id: int, position: int) -> float:
-    """The log-prob the scripted engine reports for `token_id` at context position `position`; exact in float32."""
-    return -(1 + _mix(token_id, position) % 4096) / 1024.0
+    """The log-prob the engine reports for `token_id` at context position `position`; exact in float32."""
+    return _LOGPROBS[(token_id * 131 + position * 17) % _NUM_ROWS]
 
 
-def scripted_experts(token_id: int, position: int, shape: RoutingShape = SCRIPTED_ROUTING) -> bytes:
-    """The routing row it reports for a context token: distinct experts per layer."""
-    out = bytearray()
-    for layer in range(shape.num_layers):
-        first = _mix(token_id, position, layer) % shape.num_experts
-        out += bytes((first + i) % shape.num_experts for i in range(shape.top_k))
-    return bytes(out)
+def _make_rows() -> list[bytes]:
+    """A table of routing rows: distinct experts per layer."""
+    shape, rows = SCRIPTED_ROUTING, []
+    for index in range(_NUM_ROWS):
+        row = bytearray()
+        for layer in range(shape.num_layers):
+            first = _mix(index, layer) % shape.num_experts
+            row += bytes((first + i) % shape.num_experts for i in range(shape.top_k))
+        rows.append(bytes(row))
+    return rows
+
+
+_ROWS = _make_rows()
+
+
+def scripted_experts(token_id: int, position: int) -> bytes:
+    """The routing row it reports for a context token."""
+    return _ROWS[(token_id * 31 + position * 7) % _NUM_ROWS]
 
 
 @dataclass(frozen=True)
@@ -191,21 +206,22 @@ class ScriptedEngine:
                 ids[at:end],
                 logprobs[at:end],
                 self._version,
-                self._rows(request.prompt_ids, ids, at, end),
+                self._rows(request, ids, at, end),
                 reason if end >= len(ids) else None,
                 queue_ms=0.0 if at == 0 else None,
                 prefill_ms=0.0 if at == 0 else None,
             )
 
-    def _rows(self, prompt: Sequence[int], ids: Sequence[int], at: int, end: int) -> list[RoutingRows]:
+    def _rows(self, request: GenerateRequest, ids: Sequence[int], at: int, end: int) -> list[RoutingRows]:
         """Rows of the tokens forwarded to sample ids[at:end]: all but the newest token of the context."""
         if self._shape is None or self._version is None:
             return []
-        start = 0 if at == 0 else len(prompt) + at - 1
+        prompt = request.prompt_ids
+        start = request.first_row if at == 0 else len(prompt) + at - 1
         stop = len(prompt) + min(end, len(ids)) - 1
-        context = (*prompt, *ids)
-        data = b"".join(scripted_experts(context[p], p, self._shape) for p in range(start, stop))
-        return [RoutingRows(start, stop - start, data, self._version)]
+        tail = [*prompt[start:], *ids[max(0, start - len(prompt)) :]]
+        data = b"".join(scripted_experts(t, p) for p, t in zip(range(start, stop), tail, strict=False))
+        return [RoutingRows(start, max(0, stop - start), data, self._version)]
 
     async def load(self, policy: PolicyPublished) -> LoadResult:
         """Pretend: the canary is the published one."""

@@ -35,7 +35,7 @@ class Generation:
         self.cancelled = False
         self.finish_reason: str | None = None
         #: Context positions [0, routed) have been reported.
-        self.routed = 0
+        self.routed = request.first_row
         self.cached_prompt_tokens = 0
         self._queued_at = time.perf_counter()
         self.prefill_started_at: float | None = None
