@@ -9,6 +9,7 @@ under the member's metadata, which fences an instance that lost its partitions (
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
@@ -56,6 +57,11 @@ FETCH_AHEAD: dict[str, Any] = {"queued.max.messages.kbytes": 16 * 1024}
 TO_THE_END: dict[str, Any] = {"enable.partition.eof": True, **FETCH_AHEAD}
 
 _REQUEST_TIMEOUT_SEC = 10.0
+_NO_SUCH_TOPIC = {
+    KafkaError.UNKNOWN_TOPIC_OR_PART,
+    KafkaError._UNKNOWN_TOPIC,
+    KafkaError._UNKNOWN_PARTITION,
+}
 _FENCED = {
     KafkaError._FENCED,
     KafkaError.PRODUCER_FENCED,
@@ -80,9 +86,9 @@ class KafkaLog:
         self._name = ""
         self._assigned: list[int] = []
         self._joined = False
-        self._reading: set[TopicPart] = set()
-        self._next: dict[TopicPart, int] = {}
+        self._start: dict[TopicPart, int] = {}  # partitions being fetched, and where from
         self._down = False
+        self._stop = threading.Event()
 
     # -- opening and closing
 
@@ -91,9 +97,16 @@ class KafkaLog:
         """The group gave this member its assignment, be it empty."""
         return self._joined
 
-    def open(self, name: str, inputs: tuple[str, ...], scope: str, on_revoked: Callable[[list[int]], None]) -> None:
+    def open(
+        self,
+        name: str,
+        inputs: tuple[str, ...],
+        scope: str,
+        on_revoked: Callable[[list[int]], None],
+        stop: threading.Event,
+    ) -> None:
         """Fence an earlier holder of the transactional id, then join the group."""
-        self._name, self._inputs, self._scope = name, inputs, scope
+        self._name, self._inputs, self._scope, self._stop = name, inputs, scope, stop
         self._names = {topic_name(self._settings, t): t for t in inputs}
         self._data = make_consumer(
             self._settings,
@@ -174,8 +187,7 @@ class KafkaLog:
             self._producer.purge()
         self._member = self._data = self._producer = None
         self._assigned, self._joined = [], False
-        self._reading.clear()
-        self._next.clear()
+        self._start.clear()
 
     def _on_error(self, error: KafkaError) -> None:
         if error.code() == KafkaError._ALL_BROKERS_DOWN and not self._down:
@@ -234,7 +246,7 @@ class KafkaLog:
         return {(self._names[tp.topic], tp.partition): tp.offset if tp.offset >= 0 else None for tp in answer}
 
     def _retry(self, what: str, call: Callable[[], Any]) -> Any:
-        """Call until Kafka answers: an outage is waited out."""
+        """Call until Kafka answers: an outage is waited out, unless we are told to stop."""
         pause_sec = 0.1
         while True:
             try:
@@ -246,7 +258,8 @@ class KafkaLog:
                 if error.fatal():
                     raise LogLostError(f"{what}: {error.str()}") from exc
                 log.warning("kafka_retry", service=self._name, what=what, detail=error.str())
-            time.sleep(pause_sec)
+            if self._stop.wait(pause_sec):
+                raise LogLostError(f"{what}: told to stop before Kafka answered")
             pause_sec = min(pause_sec * 2, 2.0)
 
     # -- reading
@@ -285,16 +298,15 @@ class KafkaLog:
         """Begin to fetch."""
         parts = [self._real(part, OFFSET_BEGINNING if offset is None else offset) for part, offset in start.items()]
         self._open_data().incremental_assign(parts)
-        self._reading.update(start)
+        self._start.update({part: offset or 0 for part, offset in start.items()})
 
     def _release(self, units: list[int]) -> None:
         self._assigned = [number for number in self._assigned if number not in units]
-        gone = [part for unit in units for part in self._partitions_of(unit) if part in self._reading]
+        gone = [part for unit in units for part in self._partitions_of(unit) if part in self._start]
         if gone:
             self._open_data().incremental_unassign([self._real(part) for part in gone])
-            self._reading.difference_update(gone)
             for part in gone:
-                self._next.pop(part, None)
+                del self._start[part]
 
     def fetch(self, max_records: int, timeout_sec: float) -> list[Record]:
         """The next records. Waits for the first one; then takes what comes within a few milliseconds."""
@@ -313,9 +325,7 @@ class KafkaLog:
                 self._check_consumer_error(error)
                 continue
             record = to_record(message, self._names[str(message.topic())])
-            part = (record.topic, record.partition)
-            if part in self._reading:  # what was fetched ahead of a partition that was taken away is dropped
-                self._next[part] = record.offset + 1
+            if (record.topic, record.partition) in self._start:  # else fetched ahead, and taken away since
                 records.append(record)
         return records
 
@@ -333,13 +343,17 @@ class KafkaLog:
         """Every schema on the `schemas` topic."""
         return read_writer_schemas(self._settings)
 
-    def lag(self) -> dict[TopicPart, int]:
-        """High watermark (as last seen by the fetcher) less the next offset to read."""
-        out = {}
-        for part, next_offset in self._next.items():
-            marks = self._open_data().get_watermark_offsets(self._real(part), cached=True)
-            if marks is not None and marks[1] >= 0:
-                out[part] = max(0, marks[1] - next_offset)
+    def lag(self) -> dict[TopicPart, int | None]:
+        """High watermark (as the fetcher last saw it) less the next offset; transaction markers count as read."""
+        consumer = self._open_data()
+        out: dict[TopicPart, int | None] = {}
+        for at in consumer.position([self._real(part) for part in self._start]):
+            part = (self._names[at.topic], at.partition)
+            marks = consumer.get_watermark_offsets(at, cached=True)
+            if marks is None or marks[1] < 0:
+                out[part] = None
+            else:
+                out[part] = max(0, marks[1] - (at.offset if at.offset >= 0 else self._start[part]))
         return out
 
     # -- writing
@@ -357,11 +371,11 @@ class KafkaLog:
             if offsets:
                 metadata = (self._member or self._open_data()).consumer_group_metadata()
                 parts = [self._real(part, offset) for part, offset in offsets.items()]
-                self._until_answered(
-                    lambda: producer.send_offsets_to_transaction(parts, metadata, _REQUEST_TIMEOUT_SEC)
+                self._answered(
+                    "offsets", lambda: producer.send_offsets_to_transaction(parts, metadata, _REQUEST_TIMEOUT_SEC)
                 )
             faults("before_commit")
-            self._until_answered(lambda: producer.commit_transaction(_REQUEST_TIMEOUT_SEC))
+            self._answered("commit", lambda: producer.commit_transaction(_REQUEST_TIMEOUT_SEC))
         except KafkaException as exc:
             self._give_up(producer, exc.args[0], began)
         faults("after_commit")
@@ -375,18 +389,17 @@ class KafkaLog:
             except BufferError:  # the queue is full: wait for the broker
                 producer.poll(0.1)
 
-    def _until_answered(self, call: Callable[[], Any]) -> None:
-        """Call again while Kafka says to, or does not answer in time: transactional calls may be repeated."""
-        while True:
-            try:
-                call()
-                return
-            except KafkaException as exc:
-                error: KafkaError = exc.args[0]
-                if error.fatal() or error.txn_requires_abort() or not error.retriable():
-                    raise
-                log.warning("kafka_retry", service=self._name, what="transaction", detail=error.str())
-                time.sleep(0.1)
+    def _answered(self, what: str, call: Callable[[], Any]) -> None:
+        """Make a transactional call. librdkafka repeats it itself while that can help, up to the timeout; a client that
+        got no answer for so long is given up for a fresh one (calling again was seen to hang for good after an outage).
+        """
+        try:
+            call()
+        except KafkaException as exc:
+            error: KafkaError = exc.args[0]
+            if error.retriable() and not error.fatal() and not error.txn_requires_abort():
+                raise LogLostError(f"{what}: {error.str()}") from exc
+            raise
 
     def _give_up(self, producer: Producer, error: KafkaError, began: float) -> None:
         """Abort if that is possible, and say what became of the transaction."""
@@ -400,7 +413,7 @@ class KafkaLog:
         if not error.txn_requires_abort():
             raise KafkaException(error)  # the record can never be written (too large, no such topic): a bug, or set-up
         try:
-            self._until_answered(lambda: producer.abort_transaction(_REQUEST_TIMEOUT_SEC))
+            self._answered("abort", lambda: producer.abort_transaction(_REQUEST_TIMEOUT_SEC))
         except KafkaException as exc:
             raise LogLostError(f"{error.str()}; and the abort failed: {exc.args[0].str()}") from exc
         raise AbortedError(error.str())
@@ -439,7 +452,7 @@ def read_compacted(settings: Settings, topic: str) -> list[tuple[bytes | None, b
                     found[message.key()] = message.value()
                 elif error.code() == KafkaError._PARTITION_EOF:
                     return [(key, value) for key, value in found.items() if value is not None]
-                else:
+                elif error.code() in _NO_SUCH_TOPIC:
                     raise LogSetupError(f"{topic_name(settings, topic)}: {error.str()}; `rollstream up` creates it")
         raise KafkaUnavailableError(f"{topic_name(settings, topic)} could not be read in {STARTUP_TIMEOUT_SEC} s")
     finally:

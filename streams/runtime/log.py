@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -59,8 +60,15 @@ class Log(Protocol):
     def joined(self) -> bool:
         """The group gave this member its assignment, be it empty."""
 
-    def open(self, name: str, inputs: tuple[str, ...], scope: str, on_revoked: Callable[[list[int]], None]) -> None:
-        """Fence an earlier holder of this identity and join the group `name`.
+    def open(
+        self,
+        name: str,
+        inputs: tuple[str, ...],
+        scope: str,
+        on_revoked: Callable[[list[int]], None],
+        stop: threading.Event,
+    ) -> None:
+        """Fence an earlier holder of this identity and join the group `name`. `stop` ends waiting for the log.
 
         Raises LogSetupError when an input is missing or the inputs are not co-partitioned.
         """
@@ -86,8 +94,8 @@ class Log(Protocol):
     def writer_schemas(self) -> list[dict[str, Any]]:
         """Every schema on the `schemas` topic."""
 
-    def lag(self) -> dict[TopicPart, int]:
-        """Records not yet fetched, per partition, as far as known."""
+    def lag(self) -> dict[TopicPart, int | None]:
+        """Records not yet fetched, for every partition that is; None where that is not known yet."""
 
     def close(self) -> None:
         """Leave the group and release everything; an open transaction is left to be aborted by the next holder."""

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from infra.kafka import headers_of, make_codec
+from infra.kafka import KafkaUnavailableError, headers_of, make_codec
 from infra.settings import Settings
 from schemas.base import Event
 from schemas.codec import Codec, CodecError, UnknownSchemaError
@@ -42,6 +42,8 @@ class LoopOptions:
     commit_interval_sec: float = 0.5
     #: How often `tick` is called.
     tick_interval_sec: float = 0.25
+    #: No tick while more records than this are unread.
+    tick_max_lag: int = 64
     #: How long a stopping loop tries to commit its last batch; what it cannot commit is read again at the next start.
     drain_timeout_sec: float = 10.0
     #: An instance that was not heard of for so long loses its partitions to others (the broker's least is 6).
@@ -102,14 +104,21 @@ class Loop(Generic[S]):
     def run(self, stop: threading.Event) -> None:
         """Run until `stop` is set; then the batch in hand is finished and committed.
 
-        Raises FencedError when another process took over this instance, LogSetupError when an input is missing,
-        UnknownSchemaError when an input holds events of a schema nobody published.
+        Raises KafkaUnavailableError when there is no log at the start (later it is waited for), FencedError when
+        another process took over this instance, LogSetupError when an input is missing, UnknownSchemaError when an
+        input holds events of a schema nobody published.
         """
+        was_open = False
         while not stop.is_set():
             try:
+                self._client.open(self._stage.name, self._stage.inputs, self._stage.scope, self._on_revoked, stop)
+                self._learn_schemas()
+                was_open = True
                 self._run_connected(stop)
                 return
-            except LogLostError as exc:
+            except (LogLostError, KafkaUnavailableError) as exc:
+                if isinstance(exc, KafkaUnavailableError) and not was_open:
+                    raise
                 self._log.warning(
                     "log_lost", detail=str(exc), remedy="connecting again; state is restored from the log"
                 )
@@ -124,8 +133,6 @@ class Loop(Generic[S]):
     # -- one connection
 
     def _run_connected(self, stop: threading.Event) -> None:
-        self._client.open(self._stage.name, self._stage.inputs, self._stage.scope, self._on_revoked)
-        self._learn_schemas()
         self._last_commit = time.monotonic()
         while not stop.is_set():
             self._poll_membership()
@@ -256,6 +263,10 @@ class Loop(Generic[S]):
         if self._tick is None or 0 not in self._units or now - self._last_tick < self._options.tick_interval_sec:
             return
         self._last_tick = now
+        # A clock that judges old state (after a restart, say) would record what the unread records contradict.
+        lag = self._client.lag().values()
+        if any(num is None for num in lag) or sum(num or 0 for num in lag) > self._options.tick_max_lag:
+            return
         self._ticked.extend(self._encode(event, None) for event in self._tick(self._units[0].state))
 
     # -- committing
@@ -311,7 +322,7 @@ class Loop(Generic[S]):
     def _report_lag(self) -> None:
         lag: Counter[str] = Counter()
         for (topic, _), num in self._client.lag().items():
-            lag[topic] += num
+            lag[topic] += num or 0
         for topic, num in lag.items():
             self._metrics.set_lag(topic, num)
 

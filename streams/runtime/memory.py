@@ -213,7 +213,14 @@ class MemoryClient:
         """Joining takes no time here."""
         return self._name != ""
 
-    def open(self, name: str, inputs: tuple[str, ...], scope: str, on_revoked: Callable[[list[int]], None]) -> None:
+    def open(
+        self,
+        name: str,
+        inputs: tuple[str, ...],
+        scope: str,
+        on_revoked: Callable[[list[int]], None],
+        stop: threading.Event,
+    ) -> None:
         """Fence an earlier holder of the identity and join the group."""
         known = self._memory.num_partitions
         for topic in inputs:
@@ -322,7 +329,7 @@ class MemoryClient:
         """Every schema on the `schemas` topic."""
         return [json.loads(record.value) for record in self._memory.read(SCHEMAS_TOPIC) if record.value]
 
-    def lag(self) -> dict[TopicPart, int]:
+    def lag(self) -> dict[TopicPart, int | None]:
         """Records not fetched yet."""
         return {part: len(self._memory.committed_records(part, start)[0]) for part, start in self._next.items()}
 

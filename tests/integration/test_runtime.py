@@ -349,6 +349,22 @@ def test_tick_writes_facts_of_the_clock(world: World) -> None:
         assert wait_outputs(world, 3) == once(range(3))
 
 
+def test_tick_waits_until_the_inputs_are_read(world: World) -> None:
+    """After a restart with a backlog the clock judges nothing before the backlog is read."""
+    write(world, *(make_grade(n) for n in range(40)))
+    stage = JoinStage("single")
+    seen: list[int] = []
+
+    def tick(state: Any) -> list[Event]:
+        seen.append(len(state))
+        return []
+
+    options = LoopOptions(max_records=4, idle_wait_sec=0.05, tick_interval_sec=0.0, tick_max_lag=8)
+    with running(world.loop(stage, tick=tick, options=options)):
+        wait_for(lambda: bool(seen), "a tick")
+    assert min(seen) >= 32
+
+
 def test_idle_loop_sleeps(world: World) -> None:
     write(world, *make_events(range(2)))
     with running(world.loop(JoinStage())) as run:
