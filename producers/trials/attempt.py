@@ -90,10 +90,10 @@ class AttemptRunner:
         facts = _Facts()
         with contextlib.suppress(StageFailedError):
             task, tree = self._prepare(claim, facts)
-            process, session = self._setup(claim, facts, task, tree)
-            result = self._agent(claim, facts, process, session)
-            if result is not None:
-                self._verify(claim, facts, task, tree, result)
+            with contextlib.ExitStack() as held:  # the container, where it is the attempt's own
+                process, session = self._setup(claim, facts, task, tree, held)
+                result = self._agent(claim, facts, process, session)
+            self._verify(claim, facts, task, tree, result)
         with contextlib.suppress(StageFailedError), self._stage(claim, facts, "cleanup"):
             pass  # the overlay went with the trial's namespaces; the stage says that nothing is held any more
         return [*facts.rewards, self._finished(claim, facts)]
@@ -105,7 +105,9 @@ class AttemptRunner:
             task = self._pool.load_task(claim.offer.task_path, claim.offer.task_digest)
             return task, self._pool.worktrees.ensure(task)
 
-    def _setup(self, claim: Claim, facts: _Facts, task: Task, tree: BaseTree) -> tuple[TrialProcess, CaptureSession]:
+    def _setup(
+        self, claim: Claim, facts: _Facts, task: Task, tree: BaseTree, held: contextlib.ExitStack
+    ) -> tuple[TrialProcess, CaptureSession]:
         offer, timeout = claim.offer, self._settings.setup_timeout_sec
         with self._stage(claim, facts, "setup"):
             token = secrets.token_urlsafe(24)
@@ -123,8 +125,8 @@ class AttemptRunner:
                 "env": invocation.env,
                 "home_files": invocation.home_files,
             }
-            with self._pool.agent_container() as container:
-                process = container.start_trial(request, collect_changes=True, collect_files=invocation.collect_files)
+            container = held.enter_context(self._pool.agent_container())
+            process = container.start_trial(request, collect_changes=True, collect_files=invocation.collect_files)
             try:
                 listener = process.wait_started(timeout)
                 if listener is None:
@@ -137,7 +139,7 @@ class AttemptRunner:
             facts.setup_ok = facts.opened = True
             return process, session
 
-    def _agent(self, claim: Claim, facts: _Facts, process: TrialProcess, session: CaptureSession) -> TrialResult | None:
+    def _agent(self, claim: Claim, facts: _Facts, process: TrialProcess, session: CaptureSession) -> TrialResult:
         try:
             with self._stage(claim, facts, "agent") as stage:
                 try:
@@ -148,8 +150,6 @@ class AttemptRunner:
                 stage["peak_memory_bytes"] = result.peak_memory_bytes
                 if facts.agent_timed_out:
                     stage["outcome"] = "timeout"
-                elif not result.entered:
-                    facts.sandbox_lost = True
                 else:
                     facts.exit_code = result.exit_code
                 facts.exit = self._harness.read_exit(result.files)

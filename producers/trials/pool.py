@@ -13,7 +13,8 @@ import structlog
 from infra.settings import TrialsSection
 from producers.tasks.harbor import Task, TaskError, load_task
 from producers.trials.harnesses.base import Harness
-from producers.trials.sandboxes.bubblewrap import Container, SandboxLostError
+from producers.trials.sandboxes.bubblewrap import Container
+from producers.trials.sandboxes.cgroups import Bounds
 from producers.trials.sandboxes.inside import Limits
 from producers.trials.sandboxes.layout import make_layout
 from producers.trials.verifier import grader as grading
@@ -22,6 +23,8 @@ from producers.trials.worktree import Worktrees
 log = structlog.get_logger()
 
 WARM_UP_SEC = 300.0
+#: Room for the warm program itself.
+_PROGRAM_MB = 1024
 _COLD_PROGRAM = "producers.trials.sandboxes.exec_command"
 
 
@@ -55,7 +58,7 @@ class SandboxPool:
             container.launch()
         for container in containers:
             info = container.wait_ready(WARM_UP_SEC)
-            log.info("sandbox warm", program=container.program, **info)
+            log.info("sandbox warm", program=container.program, limits=container.limits_in_force, **info)
 
     def alive(self) -> bool:
         """Whether trials can be started."""
@@ -79,10 +82,27 @@ class SandboxPool:
 
     @contextlib.contextmanager
     def agent_container(self) -> Iterator[Container]:
-        """The container to start an attempt in: the warm one, or a fresh one of its own."""
-        if self._agent is None:
-            raise SandboxLostError("no container")
-        yield self._agent
+        """The container to run an attempt's agent in: the warm one, or one that lives as long as the context."""
+        if self._agent is not None:
+            yield self._agent
+            return
+        log_path = self._log(f"cold-{uuid.uuid4().hex[:8]}")
+        cold = Container(self.layout, _COLD_PROGRAM, self._limits, log_path, bounds=self._bounds(1))
+        try:
+            cold.launch()
+            cold.wait_ready(self._settings.setup_timeout_sec)
+            yield cold
+        finally:
+            cold.close()
+            log_path.unlink(missing_ok=True)
+
+    def _bounds(self, lanes: int) -> Bounds:
+        trials = self._settings
+        return Bounds(
+            memory_bytes=(lanes * trials.memory_mb + _PROGRAM_MB) << 20,
+            max_processes=lanes * trials.max_processes + 64,
+            cpus=lanes * trials.cpus,
+        )
 
     def close(self) -> None:
         """End every container."""
@@ -109,12 +129,10 @@ class SandboxPool:
         program = self._harness.warm_program
         assert program is not None
         options = self._harness.warm_options(self.layout.env)
-        return Container(self.layout, program, self._limits, self._log("harness"), options)
+        bounds = self._bounds(self._settings.lanes)
+        return Container(self.layout, program, self._limits, self._log("harness"), options, bounds)
 
     def _make_grading(self) -> Container:
         options: dict[str, object] = {"env": self.layout.env}
-        return Container(self.layout, grading.PROGRAM, self._limits, self._log("grader"), options)
-
-    def make_cold(self) -> Container:
-        """A container that runs one command line; started by its user."""
-        return Container(self.layout, _COLD_PROGRAM, self._limits, self._log(f"cold-{uuid.uuid4().hex[:8]}"))
+        bounds = self._bounds(self._settings.lanes)
+        return Container(self.layout, grading.PROGRAM, self._limits, self._log("grader"), options, bounds)

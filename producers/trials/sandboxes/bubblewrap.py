@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from producers.trials.sandboxes import channel, launcher
+from producers.trials.sandboxes.cgroups import Bounds, Cgroup, make_cgroup
 from producers.trials.sandboxes.collect import Entry
 from producers.trials.sandboxes.inside import Limits
 from producers.trials.sandboxes.layout import (
@@ -139,11 +141,18 @@ class Container:
     """
 
     def __init__(
-        self, layout: Layout, program: str, limits: Limits, log_path: Path, options: dict[str, Any] | None = None
+        self,
+        layout: Layout,
+        program: str,
+        limits: Limits,
+        log_path: Path,
+        options: dict[str, Any] | None = None,
+        bounds: Bounds | None = None,
     ) -> None:
         self._layout, self._limits, self._log_path = layout, limits, log_path
         self.program = program
-        self._options = options or {}
+        self._options, self._bounds = options or {}, bounds
+        self._cgroup = Cgroup([], [])
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -155,9 +164,11 @@ class Container:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         setup = json.dumps({"limits": asdict(self._limits), "options": self._options})
         command = [self._layout.python, "-I", "-B", _ZYGOTE, str(its.fileno()), self.program, setup]
+        if self._bounds is not None:
+            self._cgroup = make_cgroup(f"{os.getpid()}-{uuid.uuid4().hex[:8]}", self._bounds)
         with open(self._log_path, "ab") as log:
             self._process = subprocess.Popen(
-                self._outer_command(command),
+                self._cgroup.wrap(self._outer_command(command)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -211,6 +222,12 @@ class Container:
             "argv": [str(binary), *bubblewrap_arguments(self._layout, staged, command)],
         }
         return [sys.executable, "-I", "-S", str(Path(launcher.__file__)), json.dumps(plan)]
+
+    @property
+    def limits_in_force(self) -> str:
+        """Which bounds hold, for the log."""
+        cgroup = ", ".join(self._cgroup.controllers) or "none"
+        return f"per trial: rlimits, tmpfs size; per container: cgroup {cgroup}"
 
     def alive(self) -> bool:
         """Whether the container is there."""
@@ -268,3 +285,4 @@ class Container:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        self._cgroup.remove()
