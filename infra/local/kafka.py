@@ -109,8 +109,14 @@ def prepare(java: Java | None = None) -> Path | None:
     archive = _archive_path(java)
     if archive.exists():
         return archive
+    try:
+        archive.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        log.warning("no class-data archive: the broker starts slower", reason=str(exc))
+        return None
+    if not os.access(archive.parent, os.W_OK):  # a cache that is shared and read-only
+        return None
     log.info("preparing the Kafka broker for quick starts (once)", java=java.version)
-    archive.parent.mkdir(parents=True, exist_ok=True)
     part = archive.with_suffix(f".{os.getpid()}.part")
     with tempfile.TemporaryDirectory(prefix="rollstream-kafka-") as scratch:
         settings = replace(Settings(), kafka=KafkaSection(port=free_port()))
