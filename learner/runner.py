@@ -90,7 +90,7 @@ class LearnerRun:
         """Train until `stop` is set. An outage of Kafka is waited out; what it interrupted is repeated."""
         while not stop.is_set():
             try:
-                self._log.open(SERVICE, INPUTS, "single", lambda _: None)
+                self._log.open(SERVICE, INPUTS, "single", lambda _: None, stop)
                 with only_writer(checkpoints_dir(self._settings), stop):
                     self._run_connected(stop)
             except (LogLostError, KafkaUnavailableError) as exc:
