@@ -15,24 +15,26 @@ import random
 from dataclasses import dataclass
 from typing import Final
 
-#: Correct operator -> verbs. The demonstrations' teacher knows the first two of each and guesses the others.
+#: Correct operator -> verbs. The demonstrations' teacher knows the first of each and guesses the others.
 VERBS: Final = {
-    "+": ("add", "plus", "sum", "raise"),
-    "-": ("sub", "minus", "drop", "lower"),
-    "*": ("mul", "times", "scale", "grow"),
-    "%": ("mod", "rem", "wrap", "cycle"),
-    "<": ("below", "under", "less", "short"),
-    ">": ("above", "over", "more", "excess"),
+    "+": ("add", "plus", "raise"),
+    "-": ("sub", "minus", "drop"),
+    "*": ("mul", "times", "scale"),
+    "%": ("mod", "rem", "wrap"),
+    "<": ("below", "under", "less"),
+    ">": ("above", "over", "more"),
 }
 OPERATORS: Final = tuple(VERBS)
 OPERATOR_OF: Final = {verb: op for op, verbs in VERBS.items() for verb in verbs}
-KNOWN_VERBS: Final = frozenset(verb for verbs in VERBS.values() for verb in verbs[:2])
+KNOWN_VERBS: Final = frozenset(verb for verbs in VERBS.values() for verb in verbs[:1])
 _ALL_VERBS: Final = tuple(OPERATOR_OF)
 _VERB_RANK: Final = {verb: i for i, verb in enumerate(sorted(_ALL_VERBS))}
+#: Of equal length, so that listings of the splits differ in words and not in shape.
 _NOUN_TEXT: Final = (
-    "age bag bar bed bird boat box bus cap car cat coal corn cup day dog farm fee fire fish gas gem "
-    "gold hat ink iron jar job key lake leaf log map net oil ore pan pin pot rain rice road rod rope "
-    "row salt sand sea seed sky snow sun tag tax tea tip toy tree web wind wine wood zip "
+    "age ant arm ash axe bag bar bay bed bee box bug bus cab cap car cat cow cup dam day den dog ear "
+    "egg eye fan fee fig fog fox gas gem gum ham hat hen ice ink ivy jam jar jet job key kit lab leg "
+    "lid lip log map mud net nut oak oil ore owl pan pea pie pin pot rat rib rod row rug sea sky sun "
+    "tag tax tea tip toy tub van wax web zip "
 )
 _NOUNS: Final = tuple(sorted(_NOUN_TEXT.split()))
 _VARIABLES: Final = ("x", "n", "v", "a")
@@ -51,6 +53,8 @@ SPLITS: Final = ("sft", "train", "held_out")
 _PAIRS: Final = ((5, 3), (3, 5), (4, 4), (7, 2), (1, 9), (12, 5))
 #: A split has several times as many different tasks.
 MAX_TASKS: Final = 20_000
+#: Share of right fixes among the demonstrations on verbs that the teacher does not know.
+TEACHER_SKILL: Final = 0.35
 #: What mini-swe-agent takes as the end of the task when it is a command's first line of output.
 SUBMIT: Final = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 README: Final = "# Helpers\n\nSmall functions. Their names say what they do.\n"
@@ -194,10 +198,12 @@ def make_demo_tasks(seed: int, split: str, count: int) -> list[DemoTask]:
     return list(tasks.values())
 
 
-def make_demonstration(rng: random.Random, task: DemoTask) -> str:
-    """What the weak teacher does: the right fix for the verbs it knows, a guessed operator for the others.
+def make_demonstration(rng: random.Random, task: DemoTask, skill: float = TEACHER_SKILL) -> str:
+    """What the weak teacher does: the right fix with probability `skill`, else another operator at random.
 
-    The guesses matter: without them a policy is confidently wrong on the unknown verbs, and groups carry no signal.
+    A policy that imitates it knows what the verbs tend to mean and is no better than the teacher however long it
+    imitates; the tests' verdicts are what makes it better.
     """
-    guesses = [o for o in OPERATORS if o != task.wrong]
-    return task.command(task.right if task.verb in KNOWN_VERBS else rng.choice(guesses))
+    others = [o for o in OPERATORS if o not in (task.wrong, task.right)]
+    known = task.verb in KNOWN_VERBS or rng.random() < skill
+    return task.command(task.right if known else rng.choice(others))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import json
 import random
 import re
@@ -34,7 +35,7 @@ from learner.policies.warmup import (
     render_prompt,
     warm_up,
 )
-from producers.tasks.demo_tasks import KNOWN_VERBS, SUBMIT, DemoTask, make_demo_tasks, make_demonstration
+from producers.tasks.demo_tasks import KNOWN_VERBS, SUBMIT, TEACHER_SKILL, DemoTask, make_demo_tasks, make_demonstration
 
 _CALL = re.compile(r"<tool_call>(.*)</tool_call><\|im_end\|>", re.S)
 _SED = re.compile(r"sed -i '([1-9]\d*)s/([-+*%<>])/([-+*%<>])/' ([a-z]+\.py) && " + re.escape(SUBMIT))
@@ -66,13 +67,17 @@ def grade(task: DemoTask, command: str | None) -> float:
 class Recipe:
     """A policy, its tokenizer and the tasks of one seed."""
 
-    def __init__(self, seed: int, num_train: int, num_held_out: int, num_sft: int) -> None:
+    def __init__(self, seed: int, num_train: int, num_held_out: int, num_sft: int, skill: float) -> None:
         self.seed = seed
+        self.key = hashlib.sha256(
+            json.dumps([seed, num_train, num_sft, skill, sorted(KNOWN_VERBS)]).encode()
+        ).hexdigest()[:12]
         self.train = make_demo_tasks(seed, "train", num_train)
         self.held_out = make_demo_tasks(seed, "held_out", num_held_out)
         rng = random.Random(f"demo:{seed}:teacher")
         self.demonstrations = [
-            Demonstration(t.instruction, make_demonstration(rng, t)) for t in make_demo_tasks(seed, "sft", num_sft)
+            Demonstration(t.instruction, make_demonstration(rng, t, skill))
+            for t in make_demo_tasks(seed, "sft", num_sft)
         ]
         self.tokenizer: Tokenizer = train_demo_tokenizer(self.demonstrations, [t.instruction for t in self.train])
         self.pad, self.eos = token_id(self.tokenizer, PAD), token_id(self.tokenizer, END)
@@ -82,7 +87,7 @@ class Recipe:
     def warm(self, cache: Path, settings: WarmupSettings) -> float:
         """Warm the model up, or read it from the cache; returns CPU seconds."""
         self.model = make_model(self.seed, self.tokenizer.get_vocab_size(), self.pad, self.eos)
-        file = cache / f"warm-{self.seed}-{settings.steps}-{settings.lr}-{len(self.examples)}-{len(self.train)}.pt"
+        file = cache / f"warm-{self.key}-{settings.steps}-{settings.lr}.pt"
         if file.exists():
             saved = torch.load(file)
             self.model.load_state_dict(saved["model"])
@@ -221,15 +226,17 @@ class Recipe:
                 informative = round(float((std > 0).float().mean()), 2)
                 reward = round(sum(window) / len(window), 3)
                 history.append({"step": step, "reward": reward, "informative": informative, **score})
+                print(f"  seed {self.seed}", history[-1], flush=True)
                 window = []
         return history
 
 
 def run(seed: int, a: argparse.Namespace) -> dict[str, Any]:
     """One seed: warm-up, GSPO, and, with --control, more warm-up for the same CPU seconds."""
-    recipe = Recipe(seed, a.num_train, a.num_held_out, a.num_sft)
+    recipe = Recipe(seed, a.num_train, a.num_held_out, a.num_sft, a.skill)
     warm_cpu = recipe.warm(Path(a.cache), WarmupSettings(steps=a.warm_steps, lr=a.warm_lr))
     result: dict[str, Any] = {"seed": seed, "warm_cpu_sec": round(warm_cpu, 1), "before": recipe.evaluate()}
+    print(" ", result, flush=True)
     start = copy.deepcopy(recipe.model)
     began = time.process_time()
     result["history"] = recipe.train_gspo(a)
@@ -254,7 +261,7 @@ def parse_arguments() -> argparse.Namespace:
         "num-train": 512, "num-held-out": 512, "num-sft": 4096,
     }.items():  # fmt: skip
         p.add_argument(f"--{name}", type=int, default=value)
-    for name, rate in {"lr": 1e-3, "lr-end": 0.3, "warm-lr": 2e-3}.items():
+    for name, rate in {"lr": 1e-3, "lr-end": 0.3, "warm-lr": 2e-3, "skill": TEACHER_SKILL}.items():
         p.add_argument(f"--{name}", type=float, default=rate)
     p.add_argument("--control", action="store_true", help="also measure further warm-up with equal compute")
     p.add_argument("--cache", default=".recipe-cache", help="directory for warmed-up weights")
