@@ -52,8 +52,10 @@ log = structlog.get_logger()
 #: started again: the next holder of its transactional id aborts it at once.
 TRANSACTION_TIMEOUT_MS = 15_000
 
+#: Connection failures are reported once by our error callback; librdkafka would print each attempt.
+QUIET: dict[str, Any] = {"log_level": 2}
 #: What one instance may fetch ahead: bounds its memory when it is slower than its inputs.
-FETCH_AHEAD: dict[str, Any] = {"queued.max.messages.kbytes": 16 * 1024}
+FETCH_AHEAD: dict[str, Any] = {"queued.max.messages.kbytes": 16 * 1024, **QUIET}
 TO_THE_END: dict[str, Any] = {"enable.partition.eof": True, **FETCH_AHEAD}
 
 _REQUEST_TIMEOUT_SEC = 10.0
@@ -125,6 +127,7 @@ class KafkaLog:
                 # The broker answers "concurrent transactions" while it still writes the last one's markers; the default
                 # of 100 ms before asking again would be most of a transaction's time (measured: 105 ms against 25).
                 "retry.backoff.ms": 20,
+                **QUIET,
             },
         )
         self._retry("init_transactions", lambda: self._open_producer().init_transactions(_REQUEST_TIMEOUT_SEC))
@@ -158,6 +161,7 @@ class KafkaLog:
             "session.timeout.ms": self._session_timeout_ms,
             "heartbeat.interval.ms": min(2000, self._session_timeout_ms // 3),
             "queued.max.messages.kbytes": 64,
+            **QUIET,
         }
         self._member = make_consumer(self._settings, group=self._name, error_cb=self._on_error, **membership)
 
