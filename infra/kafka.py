@@ -101,7 +101,7 @@ def make_consumer(settings: Settings, *, group: str, start: str = "earliest", **
         "session.timeout.ms": 10_000,
         "fetch.message.max.bytes": MAX_MESSAGE_BYTES,
         "enable.partition.eof": False,
-        "fetch.wait.max.ms": 50,
+        "fetch.wait.max.ms": 500,
     }
     return Consumer(config | overrides)
 
@@ -436,7 +436,7 @@ def make_share_consumer(settings: Settings, *, group: str, **overrides: Any) -> 
     config = _common(settings) | {
         "group.id": settings.kafka.topic_prefix + group,
         "share.acknowledgement.mode": "explicit",
-        "fetch.wait.max.ms": 50,
+        "fetch.wait.max.ms": 500,
     }
     config.pop("allow.auto.create.topics")  # the preview client refuses the property; its topics are never created
     return ShareConsumer(config | overrides)
