@@ -27,6 +27,7 @@ _ETC_FILES = {
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
     "hostname": "sandbox\n",
     "resolv.conf": "",
+    "gitconfig": "[user]\n\tname = agent\n\temail = agent@sandbox\n[gc]\n\tauto = 0\n[safe]\n\tdirectory = *\n",
 }
 SEARCH_PATH = f"{VENV}/bin:/usr/local/bin:/usr/bin:/bin"
 

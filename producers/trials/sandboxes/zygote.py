@@ -174,7 +174,7 @@ class Zygote:
     def _run(self, trial: socket.socket, scratch: socket.socket) -> int:
         request, blob, fds = channel.receive_frame(trial)
         try:
-            dirs = inside.enter(request["tree"], self._limits, loopback=request["listen"])
+            dirs = inside.enter(request["tree"], self._limits)
             socket.send_fds(scratch, [b"s"], [dirs.upper_fd, dirs.home_fd])
             sockets = [inside.listen()] if request["listen"] else []
             log = os.open(f"{inside.HOME}/.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
