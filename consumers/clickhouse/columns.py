@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import pyarrow as pa
@@ -101,7 +102,8 @@ def table_name(event: str) -> str:
 
 
 def _plain(name: str, arrow: pa.DataType) -> Build:
-    return lambda rows: pa.array([row[name] for row in rows], arrow)
+    get = itemgetter(name)
+    return lambda rows: pa.array(list(map(get, rows)), arrow)
 
 
 def _offsets(lengths: Sequence[int]) -> pa.Array:
@@ -240,18 +242,20 @@ def _is_null(name: str) -> Build:
     return lambda rows: pa.array([row[name] is None for row in rows], pa.bool_())
 
 
+def _headers(rows: Sequence[Row]) -> pa.Array:
+    headers = [row["_headers"] for row in rows]
+    flat = [pair for pairs in headers for pair in pairs]
+    keys = pa.array([key for key, _ in flat], pa.string())
+    return pa.MapArray.from_arrays(_offsets(list(map(len, headers))), keys, pa.array([v for _, v in flat], pa.binary()))
+
+
 #: Where a row came from; (_partition, _offset) is the row's identity within its topic.
 RECORD_COLUMNS: tuple[Column, ...] = (
     Column("_topic", "LowCardinality(String)", "Kafka topic, without prefix", _plain("_topic", pa.string())),
     Column("_partition", "Int32", "Kafka partition", _plain("_partition", pa.int32())),
     Column("_offset", "Int64", "Kafka offset", _plain("_offset", pa.int64())),
     Column("_timestamp", "DateTime64(3, 'UTC')", "Kafka record timestamp", _plain("_timestamp", _TIMESTAMP)),
-    Column(
-        "_headers",
-        "Map(String, String)",
-        "Kafka headers",
-        lambda rows: pa.array([r["_headers"] for r in rows], pa.map_(pa.string(), pa.binary())),
-    ),
+    Column("_headers", "Map(String, String)", "Kafka headers", _headers),
 )
 
 

@@ -143,9 +143,10 @@ class Engine:
             statement = parse_request(request.query, request.body)
         except StatementError as exc:
             raise EngineError(exc.code, f"Code: {exc.code}. DB::Exception: {exc}") from exc
-        if request.read_only and not (isinstance(statement, Query) and statement.reads):
+        read_only = request.read_only or request.settings.get("readonly", "0") != "0"
+        if read_only and not (isinstance(statement, Query) and statement.reads):
             raise EngineError(
-                164, "Code: 164. DB::Exception: Cannot change data in readonly mode: use POST to write. (READONLY)"
+                164, "Code: 164. DB::Exception: Cannot change data in readonly mode; POST without it. (READONLY)"
             )
         with self._handle(request) as handle:
             if request.database:
@@ -231,10 +232,10 @@ class Engine:
     def _with_settings(self, handle: Any, request: Request) -> Iterator[None]:
         """The request's settings on the handle; on a session they are put back afterwards."""
         wanted = {_identifier(k): v for k, v in request.settings.items()}
-        if request.read_only and not request.session_id:
+        if request.session_id:
+            wanted.pop("readonly", None)  # it could not be put back; `execute` has refused everything but questions
+        elif request.read_only:
             wanted.setdefault("readonly", "2")
-        if request.session_id and "readonly" in wanted:
-            raise EngineError(48, "Code: 48. DB::Exception: `readonly` with a session_id: leave out the session_id")
         before = self._values(handle, tuple(wanted)) if request.session_id else {}
         for name in sorted(wanted, key=lambda n: n == "readonly"):  # readonly last: it locks the others
             self._run(handle, f"SET {name} = {quote(wanted[name])}".encode(), "Null", {})

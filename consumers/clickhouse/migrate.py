@@ -2,7 +2,8 @@
 
 A file `NNNN_name.sql` holds one statement, or several separated by a line `-- next statement`. Each statement may run
 twice without harm (IF NOT EXISTS, OR REPLACE), because ClickHouse has no transactional DDL: a migration that was cut
-off is run again. What was applied is in `schema_migrations` with a checksum; an applied file never changes.
+off is run again. What was applied is in `schema_migrations` with a checksum. A file of views alone may change, and
+is then applied again; any other applied file never changes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,15 @@ class Migration:
     name: str
     statements: tuple[str, ...]
     checksum: str
+
+    @property
+    def only_views(self) -> bool:
+        """It defines views alone, which hold no data: a changed one can simply be made again."""
+        return all("CREATE OR REPLACE VIEW" in _without_comments(text) for text in self.statements)
+
+
+def _without_comments(statement: str) -> str:
+    return "\n".join(line for line in statement.splitlines() if not line.startswith("--"))
 
 
 def load_migrations(directory: Path = MIGRATIONS_DIR) -> tuple[Migration, ...]:
@@ -86,7 +96,7 @@ def migrate(client: Any, migrations: tuple[Migration, ...] | None = None) -> lis
                 f"database {client.database} has migration {version:04d}_{name}, which this version does not know; "
                 "upgrade, or set clickhouse.database to another name"
             )
-        if known.checksum != checksum:
+        if known.checksum != checksum and not known.only_views:
             raise MigrationError(
                 f"migration {version:04d}_{name} was changed after it was applied to database {client.database}; "
                 "restore the file and write a new migration, or set clickhouse.database to another name (the sink "
@@ -94,7 +104,7 @@ def migrate(client: Any, migrations: tuple[Migration, ...] | None = None) -> lis
             )
     done = []
     for migration in wanted:
-        if migration.version in applied:
+        if applied.get(migration.version) == (migration.name, migration.checksum):
             continue
         for number, statement in enumerate(migration.statements, 1):
             try:

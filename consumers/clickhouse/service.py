@@ -9,10 +9,13 @@ exchanged for another is filled from the beginning of the log.
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -33,7 +36,6 @@ from consumers.clickhouse.sink import (
 from infra.kafka import EventWriter, ensure_topics, make_codec
 from infra.settings import Settings
 from schemas.codec import CodecError, UnknownSchemaError
-from schemas.events import DeadLettered
 from schemas.topics import CATALOGUE, SCHEMAS_TOPIC
 from streams.runtime.group_reader import Commit, GroupReader, read_ranges
 from streams.runtime.kafka_log import read_compacted
@@ -50,7 +52,8 @@ FLUSH_SEC = 1.0
 FLUSH_ROWS = 10_000
 FLUSH_BYTES = 32 * 1024 * 1024
 _POLL_RECORDS = 2_000
-_POLL_SEC = 0.25
+_POLL_SEC, _BUSY_POLL_SEC = 0.25, 0.05
+_SWITCH_SEC = 0.0005
 
 
 class SinkError(RuntimeError):
@@ -61,20 +64,39 @@ class StoppedError(Exception):
     """The service was asked to stop while it waited for ClickHouse."""
 
 
-class Sink:
-    """One instance of the sink."""
+@dataclass(frozen=True)
+class _Cut:
+    """Batches on their way into ClickHouse, and the offsets to commit when they are in."""
 
-    def __init__(self, settings: Settings, client: Any, stop: threading.Event, instance: int = 0) -> None:
-        self._settings, self._client, self._stop = settings, client, stop
+    batches: tuple[TopicBatch, ...]
+    offsets: dict[TopicPart, int]
+    done: Future[None]
+
+
+class Sink:
+    """One instance of the sink. A second thread inserts while this one fetches and decodes."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        client: Any,
+        stop: threading.Event,
+        instance: int = 0,
+        *,
+        flush_sec: float = FLUSH_SEC,
+    ) -> None:
+        self._settings, self._client, self._stop, self._flush_sec = settings, client, stop, flush_sec
         self._metrics = LoopMetrics(SERVICE, instance)
-        self._writer = EventWriter(settings)
+        self._writer = EventWriter(settings)  # used by the inserting thread alone
         self._codec = make_codec(settings)
-        self._decoder = Decoder(self._codec, self._dead_letter, self._learn_schemas)
+        self._decoder = Decoder(self._codec, self._learn_schemas)
         self._database = str(client.command("SELECT uuid FROM system.databases WHERE name = currentDatabase()"))
         self._batches: dict[str, TopicBatch] = {}
         self._first_at = 0.0
         self._broken = False
+        self._cut: _Cut | None = None
         self._committed: dict[TopicPart, int] = {}
+        self._inserter = ThreadPoolExecutor(1, thread_name_prefix="insert")
         self._reader = GroupReader(
             settings,
             SERVICE,
@@ -95,15 +117,17 @@ class Sink:
 
     def run(self) -> None:
         """Until `stop` is set; then what was read is inserted and committed."""
+        # The inserting thread mostly waits for answers and must get the interpreter soon when one comes.
+        sys.setswitchinterval(_SWITCH_SEC)
         try:
             while not self._stop.is_set():
-                records = self._reader.poll(_POLL_RECORDS, _POLL_SEC)
+                busy = bool(self._batches) or self._cut is not None
+                records = self._reader.poll(_POLL_RECORDS, _BUSY_POLL_SEC if busy else _POLL_SEC)
                 for record in records:
                     self._take(record)
                 for topic, num in Counter(record.topic for record in records).items():
                     self._metrics.count_in(topic, num)
-                if self._due():
-                    self.flush()
+                self._advance()
             self.flush()
         except StoppedError:
             self._broken = True
@@ -113,11 +137,14 @@ class Sink:
             raise
         finally:
             self._reader.close()
+            self._inserter.shutdown(wait=True)
 
     def _take(self, record: Record) -> None:
         if not self._batches:
             self._first_at = time.monotonic()
-        batch = self._batches.setdefault(record.topic, TopicBatch(record.topic))
+        batch = self._batches.get(record.topic)
+        if batch is None:
+            batch = self._batches[record.topic] = TopicBatch(record.topic)
         self._decode(batch, record)
 
     def _decode(self, batch: TopicBatch, record: Record) -> None:
@@ -129,49 +156,89 @@ class Sink:
                 "this sink: upgrade and start again, nothing is lost"
             ) from exc
 
-    def _due(self) -> bool:
-        waited = time.monotonic() - self._first_at
+    def _advance(self) -> None:
+        """Begin the next insert when it is due and the last one is in; commit the last one when none is due."""
         batches = self._batches.values()
-        return (
-            waited >= FLUSH_SEC
-            or sum(b.num_rows for b in batches) >= FLUSH_ROWS
-            or sum(b.num_bytes for b in batches) >= FLUSH_BYTES
-        )
+        full = sum(b.num_rows for b in batches) >= FLUSH_ROWS or sum(b.num_bytes for b in batches) >= FLUSH_BYTES
+        waited = time.monotonic() - self._first_at
+        if full or (self._inserted() and waited >= self._flush_sec):
+            self._begin()
+        elif self._cut is not None and self._cut.done.done():
+            self._settle()
+
+    def _inserted(self) -> bool:
+        return self._cut is None or self._cut.done.done()
 
     def flush(self) -> None:
-        """Insert what was read and commit it. Offsets also move over transaction markers, which carry no record."""
-        began = time.monotonic()
+        """Insert what was read, wait until it is in, and commit it."""
+        self._begin()
+        self._settle()
+
+    def _begin(self) -> None:
+        """One commit moves past the last batch and notes the bounds of the next one; then its insert begins.
+
+        Offsets also move over transaction markers, which carry no record.
+        """
+        inserted = self._wait_inserted()
         positions = self._reader.positions()
-        batches, self._batches, self._first_at = self._batches, {}, began
-        notes: dict[TopicPart, tuple[int, str]] = {}
-        for topic, batch in batches.items():
-            note = Note(self._database, format_bounds(batch.bounds)).format()
-            notes |= {(topic, number): (first, note) for number, (first, _) in batch.bounds.items()}
-        self._reader.commit(notes)
-        for batch in batches.values():
-            self._insert(batch)
-        done = {(t, number): last + 1 for t, b in batches.items() for number, (_, last) in b.bounds.items()}
+        batches, self._batches, self._first_at = tuple(self._batches.values()), {}, time.monotonic()
+        offsets = {(b.topic, number): last + 1 for b in batches for number, (_, last) in b.bounds.items()}
         for part, at in positions.items():
-            if at > max(self._committed.get(part, 0), done.get(part, 0)):
-                done[part] = at
-        self._commit(done)
-        if batches:
-            self._metrics.committed.inc()
-            self._metrics.batch_sec.observe(time.monotonic() - began)
+            if at > max(self._committed.get(part, 0), inserted.get(part, 0), offsets.get(part, 0)):
+                offsets[part] = at
+        notes: dict[TopicPart, tuple[int, str]] = {}
+        for batch in batches:
+            note = Note(self._database, format_bounds(batch.bounds)).format()
+            notes |= {(batch.topic, number): (first, note) for number, (first, _) in batch.bounds.items()}
+        self._commit(inserted, notes)
+        if batches or offsets:
+            self._cut = _Cut(batches, offsets, self._inserter.submit(self._insert_all, batches))
 
-    def _commit(self, offsets: Mapping[TopicPart, int]) -> None:
-        if offsets:
-            note = Note(self._database).format()
-            self._reader.commit({part: (offset, note) for part, offset in offsets.items()})
-            self._committed.update(offsets)
+    def _settle(self) -> None:
+        """Commit the batch that is in."""
+        self._commit(self._wait_inserted(), {})
 
-    # -- inserting
+    def _wait_inserted(self) -> dict[TopicPart, int]:
+        """The offsets behind the last batch, once it is in; raises what its insert raised."""
+        if self._cut is None:
+            return {}
+        self._cut.done.result()
+        cut, self._cut = self._cut, None
+        return cut.offsets
+
+    def _commit(self, offsets: Mapping[TopicPart, int], notes: Mapping[TopicPart, tuple[int, str]]) -> None:
+        note = Note(self._database).format()
+        self._reader.commit({part: (offset, note) for part, offset in offsets.items()} | dict(notes))
+        self._committed.update(offsets)
+
+    # -- inserting, in a thread of its own
+
+    def _insert_all(self, batches: tuple[TopicBatch, ...]) -> None:
+        if not batches:
+            return
+        began = time.monotonic()
+        for batch in batches:
+            self._insert(batch)
+        self._metrics.committed.inc()
+        self._metrics.batch_sec.observe(time.monotonic() - began)
 
     def _insert(self, batch: TopicBatch) -> None:
-        for table, token, data in build_tables(batch, self._dead_letter):
+        for table, token, data in build_tables(batch):
             self._insert_table(table, token, data)
             self._metrics.count_out(batch.topic, data.num_rows)
-        self._writer.flush()  # dead letters are written before the offsets that they belong to
+        if batch.dead:  # they are written before the offsets that they belong to are committed
+            first = batch.dead[0]
+            log.warning(
+                "dead_letters",
+                num=len(batch.dead),
+                topic=batch.topic,
+                offset=first.original_offset,
+                detail=first.detail,
+            )
+            for event in batch.dead:
+                self._writer.write(event)
+            self._writer.flush()
+            self._metrics.dead_letters.inc(len(batch.dead))
 
     def _insert_table(self, table: str, token: str, data: Any) -> None:
         from clickhouse_connect.driver.exceptions import ClickHouseError
@@ -194,11 +261,6 @@ class Sink:
             if self._stop.wait(pause_sec):
                 raise StoppedError
             pause_sec = min(2.0, pause_sec * 2)
-
-    def _dead_letter(self, event: DeadLettered) -> None:
-        log.warning("dead_letter", topic=event.original_topic, offset=event.original_offset, detail=event.detail)
-        self._metrics.dead_letters.inc()
-        self._writer.write(event)
 
     def _learn_schemas(self) -> None:
         for _, value in read_compacted(self._settings, SCHEMAS_TOPIC):
@@ -231,15 +293,17 @@ class Sink:
         for record in read_ranges(self._settings, topic, bounds):
             self._decode(batch, record)
         batch.bounds = dict(bounds)  # the token is that of the batch that was begun
-        self._insert(batch)
+        self._inserter.submit(self._insert, batch).result()
 
     def _on_revoked(self, parts: list[TopicPart], lost: bool) -> None:
         if self._broken:
-            return  # what was read is not in the database: its offsets must stay
+            return  # what was read may not be in the database: its offsets must stay
         if lost:  # another instance has them already, and finds the note if a batch was begun
             for topic, number in parts:
                 if topic in self._batches:
                     self._batches[topic].drop(number)
+                if self._cut is not None:
+                    self._cut.offsets.pop((topic, number), None)
         else:
             self.flush()
         for part in parts:

@@ -75,11 +75,13 @@ class TopicBatch:
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     num_rows: int = 0
     num_bytes: int = 0
+    #: What could not be decoded or fits no column; written with the batch.
+    dead: list[DeadLettered] = field(default_factory=list)
 
     def note_offset(self, record: Record) -> None:
         """The batch spans this record, whatever became of it."""
-        first, _ = self.bounds.get(record.partition, (record.offset, 0))
-        self.bounds[record.partition] = (first, record.offset)
+        span = self.bounds.get(record.partition)
+        self.bounds[record.partition] = (record.offset if span is None else span[0], record.offset)
 
     def add(self, event: str, row: dict[str, Any], num_bytes: int) -> None:
         """A decoded row."""
@@ -98,14 +100,11 @@ class TopicBatch:
         return f"{self.topic}:{format_bounds(self.bounds)}:{schema_tag(event)}"
 
 
-Dead = Callable[[DeadLettered], None]
-
-
 class Decoder:
     """Records to batches. Learns writer schemas through `learn` when it meets one it does not know."""
 
-    def __init__(self, codec: Codec, dead: Dead, learn: Callable[[], None]) -> None:
-        self._codec, self._dead, self._learn = codec, dead, learn
+    def __init__(self, codec: Codec, learn: Callable[[], None]) -> None:
+        self._codec, self._learn = codec, learn
 
     def add(self, batch: TopicBatch, record: Record) -> None:
         """Decode one record into `batch`; what cannot be decoded goes to the dead letters.
@@ -121,7 +120,7 @@ class Decoder:
         except CodecError as exc:
             if isinstance(exc, UnknownSchemaError) and record.event_type in EVENTS:
                 raise
-            self._dead(make_dead_letter(SERVICE, record, exc))
+            batch.dead.append(make_dead_letter(SERVICE, record, exc))
             return
         row["_topic"] = record.topic
         row["_partition"] = record.partition
@@ -144,7 +143,7 @@ class Decoder:
 _UNFIT = (PackingError, pa.ArrowException, OverflowError)
 
 
-def build_tables(batch: TopicBatch, dead: Dead) -> Iterator[tuple[str, str, Any]]:
+def build_tables(batch: TopicBatch) -> Iterator[tuple[str, str, Any]]:
     """(table, token, Arrow table) per event type; a row that fits no column goes to the dead letters."""
     for event, rows in batch.rows.items():
         if not rows:
@@ -152,18 +151,18 @@ def build_tables(batch: TopicBatch, dead: Dead) -> Iterator[tuple[str, str, Any]
         try:
             table = to_arrow(event, rows)
         except _UNFIT:
-            fitting = [row for row in rows if _fits(event, row, dead)]
+            fitting = [row for row in rows if _fits(event, row, batch.dead)]
             if not fitting:
                 continue
             table = to_arrow(event, fitting)
         yield table_name(event), batch.token(event), table
 
 
-def _fits(event: str, row: dict[str, Any], dead: Dead) -> bool:
+def _fits(event: str, row: dict[str, Any], dead: list[DeadLettered]) -> bool:
     try:
         to_arrow(event, [row])
     except _UNFIT as exc:
-        dead(make_dead_letter(SERVICE, row["_record"], exc))
+        dead.append(make_dead_letter(SERVICE, row["_record"], exc))
         return False
     return True
 

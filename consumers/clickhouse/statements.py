@@ -105,6 +105,6 @@ def parse_request(query: bytes, body: bytes) -> Insert | Query:
         return _parse(body)
     statement = _parse(query)
     if isinstance(statement, Insert):
-        data = statement.data + b"\n" + body if statement.data.strip() else body
+        data = b"\n".join(part for part in (statement.data, body) if part.strip())
         return Insert(statement.head, statement.format, data)
     return _parse(query + b"\n" + body) if body.strip() else statement

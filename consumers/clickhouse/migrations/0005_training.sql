@@ -35,6 +35,8 @@ SELECT
     groupUniqArrayIf(reason, dropped) AS drop_reasons
 FROM
 (
+    SELECT * FROM
+    (
     SELECT
         run_id, purpose, step, group_id, false AS dropped, '' AS reason, zero_variation,
         length(members) AS group_size, countEqual(members.reward, 1) AS num_solved
@@ -44,6 +46,7 @@ FROM
         run_id, purpose, step, group_id, true AS dropped, reason, false AS zero_variation,
         length(members) AS group_size, countEqual(members.reward, 1) AS num_solved
     FROM group_dropped FINAL
+    )
     ORDER BY dropped LIMIT 1 BY group_id
 )
 GROUP BY run_id, purpose, step
