@@ -11,8 +11,9 @@ import structlog
 from aiohttp import web
 
 from producers.proxy import wire_chat
-from producers.proxy.calls import Backend, CallRequest, ModelCall, Released
+from producers.proxy.calls import Backend, CallRequest, ModelCall
 from producers.proxy.errors import CallError, bad_request, openai_error
+from producers.proxy.replies import Released
 from producers.proxy.sessions import Session, Sessions
 
 log = structlog.get_logger()

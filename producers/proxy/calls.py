@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import structlog
-from tokenizers.decoders import DecodeStream
 
 from infra.kafka import new_traceparent
 from producers.proxy.capture import (
+    MAX_NEW_REQUEST_CHARS,
     CallIdentity,
     Sampled,
     Sampling,
@@ -22,7 +22,7 @@ from producers.proxy.capture import (
     opened_event,
     routing_events,
 )
-from producers.proxy.conversations import Conversations, Prompt
+from producers.proxy.conversations import Conversations, Prompt, canonical_json
 from producers.proxy.engines.base import (
     ContextLengthError,
     Engine,
@@ -31,9 +31,9 @@ from producers.proxy.engines.base import (
     GenerateRequest,
 )
 from producers.proxy.errors import CallError
-from producers.proxy.parsing import HermesParser, ParsedCall, PlainParser
 from producers.proxy.recorder import NotRecordedError, Recorder
 from producers.proxy.rendering import Renderer, RenderError
+from producers.proxy.replies import Released, ReplyBuilder
 from producers.proxy.sessions import Session
 from producers.proxy.template_check import TemplateReport
 from schemas.base import Event
@@ -55,20 +55,6 @@ class CallRequest:
     max_tokens: int | None
     seed: int | None
     parse_tools: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """A complete tool call with its place in the reply and its id."""
-
-    index: int
-    id: str
-    call: ParsedCall
-
-    def as_openai(self) -> dict[str, Any]:
-        """The entry of `tool_calls`."""
-        function = {"name": self.call.name, "arguments": self.call.arguments}
-        return {"id": self.id, "type": "function", "function": function}
 
 
 #: Receives text and complete tool calls as they become certain, in order.
@@ -167,9 +153,16 @@ class ModelCall:
             await self.fail(
                 CallError(504, "timeout", f"the call took longer than proxy.call_timeout_sec = {limit:g} s")
             )
-        except (EngineError, ValueError) as exc:
+        except ConnectionError:
+            if not self._settled:
+                self._record_failure(499, "client_disconnected", "the client hung up while the reply was streamed")
+            raise
+        except EngineError as exc:
             log.error("engine failed", call=self.call_id, error=str(exc))
             await self.fail(CallError(500, "engine_error", str(exc)))
+        except Exception as exc:  # every call index ends in an event, whatever went wrong
+            log.exception("call failed", call=self.call_id)
+            await self.fail(CallError(500, "engine_error", f"{type(exc).__name__}: {exc}"))
 
     def hung_up(self) -> None:
         """The connection went away before the request was read."""
@@ -186,6 +179,7 @@ class ModelCall:
         raise error
 
     def _record_failure(self, status: int, error_class: str, detail: str) -> asyncio.Future[None]:
+        """Queue ModelCallFailed; at most once, and never after the completed call was queued."""
         self._settled = True
         if error_class in ("engine_error", "timeout", "overloaded"):
             self.session.counts.num_failed_calls += 1
@@ -222,6 +216,10 @@ class ModelCall:
             session.conversations = Conversations(prefix, backend.renderer, backend.template)
         prompt = session.conversations.make_prompt(request.messages, request.tools)
         self._prompt = prompt
+        if len(canonical_json(list(prompt.new_messages))) > MAX_NEW_REQUEST_CHARS:
+            raise CallError(
+                413, "bad_request", f"more than {MAX_NEW_REQUEST_CHARS} characters are new; the log cannot record them"
+            )
         sampling = self._sampling(request, len(prompt.ids))
         feed = ReplyBuilder(backend.renderer, self.call_id, parse_tools=request.parse_tools)
         async with asyncio.timeout(backend.call_timeout_sec):
@@ -288,8 +286,8 @@ class ModelCall:
             streamed=self.request.stream,
             replica=backend.engine.replica,
         )
-        self._settled = True
         ack = self._write([*opened_event(self._who, prompt), completed, *rows])
+        self._settled = True
         counts = session.counts
         counts.num_sampled_tokens += len(self._sampled.ids)
         counts.num_parser_failures += feed.outcome == "failed"
@@ -302,70 +300,3 @@ class ModelCall:
             await backend.recorder.wait(ack)
         except NotRecordedError as exc:
             raise self._not_recorded(exc) from exc
-
-
-class ReplyBuilder:
-    """Sampled ids to the assistant message, at once or as they come; both ways give the same message."""
-
-    def __init__(self, renderer: Renderer, call_id: str, *, parse_tools: bool) -> None:
-        self._renderer = renderer
-        self._call_id = call_id
-        self._parser = HermesParser() if parse_tools else PlainParser()
-        self._stream: DecodeStream | None = None
-        self._text = ""
-        self._num_calls = 0
-        self._calls: list[Released] = []
-
-    def feed(self, ids: Sequence[int]) -> list[str | Released]:
-        """Newly sampled ids; stop tokens are no text."""
-        if self._stream is None:
-            self._stream = DecodeStream(skip_special_tokens=False)
-        out: list[str | Released] = []
-        for token in ids:
-            if token in self._renderer.stop_token_ids:
-                continue
-            piece = self._stream.step(self._renderer.tokenizer, token)
-            if piece:
-                self._text += piece
-                out += self._number(self._parser.feed(piece))
-        return out
-
-    def finish(self, ids: Sequence[int]) -> list[str | Released]:
-        """All ids of the reply; returns what was not released before."""
-        body = ids[:-1] if ids and ids[-1] in self._renderer.stop_token_ids else ids
-        whole = self._renderer.decode(body)
-        if not whole.startswith(self._text):
-            raise EngineError("decoding token by token and at once disagree; the reply cannot be streamed")
-        rest = self._parser.feed(whole[len(self._text) :])
-        self._text = whole
-        return self._number([*rest, *self._parser.finish()])
-
-    def _number(self, parsed: Sequence[str | ParsedCall]) -> list[str | Released]:
-        out: list[str | Released] = []
-        for item in parsed:
-            if isinstance(item, ParsedCall):
-                digest = hashlib.sha256(f"{self._call_id}/{self._num_calls}".encode()).hexdigest()
-                item_out = Released(self._num_calls, f"call_{digest[:24]}", item)
-                self._num_calls += 1
-                self._calls.append(item_out)
-                out.append(item_out)
-            else:
-                out.append(item)
-        return out
-
-    @property
-    def outcome(self) -> str:
-        """none | ok | failed."""
-        return self._parser.reply.outcome
-
-    def message(self) -> dict[str, Any]:
-        """The assistant message."""
-        message: dict[str, Any] = {"role": "assistant", "content": self._parser.reply.content}
-        if self._calls:
-            message["content"] = message["content"] or None
-            message["tool_calls"] = [c.as_openai() for c in self._calls]
-        return message
-
-    def finish_reason(self, engine_reason: str | None) -> str:
-        """tool_calls when the reply ended by itself and made calls."""
-        return "tool_calls" if self._calls and engine_reason == "stop" else str(engine_reason)

@@ -18,6 +18,13 @@ from schemas.packing import all_bits, pack_bits, pack_floats, pack_ints
 MAX_CHUNK_BYTES = 890_000
 
 
+#: Requests of failed calls are kept up to this size: the failure must fit into a record whatever was sent.
+MAX_FAILED_REQUEST_CHARS = 1_000_000
+
+#: Requests that are answered may bring this much that is new: a record holds it once as text and once as tokens.
+MAX_NEW_REQUEST_CHARS = 3_000_000
+
+
 @dataclass(frozen=True, slots=True)
 class CallIdentity:
     """Whose call it is."""
@@ -183,10 +190,16 @@ def failed_event(
         http_status=status,
         error_class=error_class,
         detail=detail,
-        request_json=canonical_json(stored) if stored is not None else "",
+        request_json=_bounded_json(stored),
         sampled_ids=pack_ints(sampled.ids) if sampled is not None and sampled.ids else None,
         wire_format=who.wire_format,
     )
+
+
+def _bounded_json(request: dict[str, Any] | None) -> str:
+    """The request of a failed call; empty when there is none, or when it is larger than a record may be."""
+    text = canonical_json(request) if request is not None else ""
+    return text if len(text) <= MAX_FAILED_REQUEST_CHARS else ""
 
 
 def routing_events(

@@ -189,8 +189,19 @@ class _Connection:
     async def _close(self) -> dict[str, Any]:
         if self._session is None:
             raise SessionError("close: no session was opened on this connection")
-        counts = await self._session.close()
-        return {"ok": True, **asdict(counts)}
+        closing = asyncio.ensure_future(self._session.close())
+        gone = asyncio.ensure_future(self._read_line())
+        try:
+            await asyncio.wait({closing, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done() and not closing.done():
+                if (line := gone.result()) is None:
+                    raise ConnectionResetError("the worker went away while its session was being closed")
+                self._buffer = line + b"\n" + self._buffer
+            return {"ok": True, **asdict(await closing)}
+        finally:
+            gone.cancel()
+            closing.cancel()
+            await asyncio.wait({closing, gone})
 
     async def _end(self) -> None:
         """The connection is over: so is the session."""

@@ -16,10 +16,10 @@ from infra.settings import Settings
 from producers.proxy.app import make_app
 from producers.proxy.calls import Backend
 from producers.proxy.control import ControlServer
-from producers.proxy.engines.base import Engine
+from producers.proxy.engines.base import Engine, LoadResult
 from producers.proxy.engines.scripted import SCRIPTED_MAX_MODEL_LEN, ScriptedEngine, parse_script
 from producers.proxy.policies import PolicyFollower
-from producers.proxy.recorder import Recorder
+from producers.proxy.recorder import NotRecordedError, Recorder
 from producers.proxy.rendering import Renderer
 from producers.proxy.sessions import Sessions
 from producers.proxy.template_check import check_template
@@ -130,8 +130,16 @@ class Proxy:
         result = await self.engine.load(policy)
         level = log.info if result.ok else log.error
         level("policy loaded" if result.ok else "policy refused", version=policy.version, detail=result.detail)
+        while True:
+            try:
+                await self.recorder.wait(self.recorder.write([self._loaded_event(policy, result)]))
+                return
+            except NotRecordedError as exc:  # the scheduler waits for this event: until Kafka has it, again
+                log.warning("PolicyLoaded is not recorded yet", error=str(exc))
+
+    def _loaded_event(self, policy: PolicyPublished, result: LoadResult) -> PolicyLoaded:
         now = now_ms()
-        event = PolicyLoaded(
+        return PolicyLoaded(
             event_id=make_event_id(now),
             run_id=policy.run_id,
             occurred_at=now,
@@ -145,7 +153,6 @@ class Proxy:
             load_sec=result.load_sec,
             detail=result.detail,
         )
-        await self.recorder.wait(self.recorder.write([event]))
 
     async def wait_failed(self) -> None:
         """Return or raise when a part that must run for ever has ended."""

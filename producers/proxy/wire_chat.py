@@ -12,8 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from producers.proxy.calls import CallRequest, Released, Reply
+from producers.proxy.calls import CallRequest, Reply
 from producers.proxy.errors import CallError, bad_request
+from producers.proxy.replies import Released
 
 WIRE_FORMAT = "chat"
 
@@ -42,6 +43,11 @@ def parse_request(body: bytes) -> CallRequest:
         raise bad_request(f"the body is not JSON: {exc}") from exc
     if not isinstance(raw, dict):
         raise bad_request("the body must be a JSON object")
+    if b"\\ud" in body.lower():  # escaped surrogates: a lone one is no text and cannot be recorded
+        try:
+            json.dumps(raw, ensure_ascii=False).encode()
+        except UnicodeEncodeError as exc:
+            raise bad_request("the body has an unpaired surrogate escape (\\ud800 to \\udfff)") from exc
     messages = raw.get("messages")
     if not isinstance(messages, list) or not messages:
         raise bad_request("`messages` must be a non-empty list", "messages")

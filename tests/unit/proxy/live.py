@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import openai
+
 from infra.kafka import make_consumer, topic_name
 from infra.paths import proxy_socket_path
 from infra.settings import PolicySection, ProxySection, RunSection, Settings
@@ -20,6 +22,7 @@ from producers.proxy.rendering import Renderer
 from producers.proxy.service import Proxy
 from schemas.base import Event
 from schemas.codec import Codec
+from schemas.events import ModelCallCompleted
 
 TOKEN = "trial-token"
 RUN = "run-test"
@@ -133,3 +136,13 @@ def read_log(settings: Settings, topics: Sequence[str]) -> list[Event]:
     finally:
         consumer.close()
     return events
+
+
+def client(proxy: Any, trial: str, token: str = TOKEN) -> openai.AsyncOpenAI:
+    """The SDK, pointed at a trial; no retries, so that a test sees every answer."""
+    return openai.AsyncOpenAI(base_url=base_url(proxy, trial), api_key=token, max_retries=0, timeout=60)
+
+
+def calls_of(events: list[Any]) -> list[ModelCallCompleted]:
+    """The completed calls, in order of call index."""
+    return sorted((e for e in events if isinstance(e, ModelCallCompleted)), key=lambda e: e.call_index)

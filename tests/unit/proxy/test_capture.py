@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from producers.proxy.calls import ReplyBuilder, call_seed
+from producers.proxy.calls import call_seed
 from producers.proxy.capture import CallIdentity, Sampled, routing_events
 from producers.proxy.engines.base import RoutingRows, RoutingShape, TokenChunk
 from producers.proxy.engines.scripted import ScriptEntry, parse_script, scripted_experts
 from producers.proxy.rendering import Renderer
+from producers.proxy.replies import ReplyBuilder
 from producers.proxy.wire_chat import ChatResponse
 from schemas.codec import Codec
 from schemas.events import VersionSpan
