@@ -145,8 +145,7 @@ def ensure_topics(settings: Settings) -> list[str]:
         except KafkaException as exc:
             if exc.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 raise
-    if created:
-        _publish_schemas(settings)
+    _publish_schemas(settings)  # also on a log that an older version made: the topic is compacted
     return created
 
 
