@@ -301,7 +301,7 @@ class LearnerRun:
             STEP_SEC.labels(phase).set(getattr(completed.timing, f"{phase}_sec"))
         lag: Counter[str] = Counter()
         for (topic, _), num in self._log.lag().items():
-            lag[topic] += num
+            lag[topic] += num or 0  # None: not known yet
         for topic, num in lag.items():
             self._metrics.set_lag(topic, num)
         overall = completed.fidelity[0]

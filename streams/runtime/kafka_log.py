@@ -376,7 +376,11 @@ class KafkaLog:
                 metadata = (self._member or self._open_data()).consumer_group_metadata()
                 parts = [self._real(part, offset) for part, offset in offsets.items()]
                 self._answered(
-                    "offsets", lambda: producer.send_offsets_to_transaction(parts, metadata, _REQUEST_TIMEOUT_SEC)
+                    "offsets",
+                    lambda: _call_within(
+                        _REQUEST_TIMEOUT_SEC + 5.0,
+                        lambda: producer.send_offsets_to_transaction(parts, metadata, _REQUEST_TIMEOUT_SEC),
+                    ),
                 )
             faults("before_commit")
             self._answered("commit", lambda: producer.commit_transaction(_REQUEST_TIMEOUT_SEC))
@@ -421,6 +425,29 @@ class KafkaLog:
         except KafkaException as exc:
             raise LogLostError(f"{error.str()}; and the abort failed: {exc.args[0].str()}") from exc
         raise AbortedError(error.str())
+
+
+def _call_within(limit_sec: float, call: Callable[[], Any]) -> None:
+    """Make a call of librdkafka that may ignore its own timeout; raise LogLostError when it does.
+
+    `rd_kafka_send_offsets_to_transaction` blocks for ever when the group's coordinator went away at the wrong moment
+    (confluentinc/librdkafka issue 5456). The thread is left in it; the client is given up, and the next one fences it.
+    """
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as exc:
+            raised.append(exc)
+
+    thread = threading.Thread(target=run, name="kafka-call", daemon=True)
+    thread.start()
+    thread.join(limit_sec)
+    if thread.is_alive():
+        raise LogLostError(f"no answer from the client within {limit_sec:.0f} s")
+    if raised:
+        raise raised[0]
 
 
 def to_record(message: Message, topic: str) -> Record:

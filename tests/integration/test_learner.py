@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +22,11 @@ import torch
 from safetensors.torch import load_file
 
 import learner.runner
-from infra.kafka import EventWriter, make_producer, read_events, topic_name
+from infra.kafka import EventWriter, ensure_topics, make_producer, read_events, topic_name
+from infra.local.kafka import start_kafka, stop_kafka
+from infra.local.ports import free_port
 from infra.paths import checkpoint_dir, checkpoints_dir, policies_dir, policy_dir
-from infra.settings import PolicySection, RunSection, ScheduleSection, Settings, TrainSection
+from infra.settings import DataSection, KafkaSection, PolicySection, RunSection, ScheduleSection, Settings, TrainSection
 from learner.backends.torch_backend import TorchBackend, TorchBackendOptions
 from learner.checkpoint import CheckpointError, list_checkpoints
 from learner.durable import verify_files
@@ -323,3 +327,30 @@ def test_the_service_stops_when_told_and_says_it_is_ready(settings: Settings, po
     assert not thread.is_alive()
     assert [s.step for s in steps_of(done)] == [0]
     assert any(entry["event"] == "learner_ready" for entry in logs)
+
+
+def test_a_broker_killed_in_the_middle_of_a_step_is_waited_for(
+    settings: Settings, policy: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    port = free_port()
+    stack = Settings(data=DataSection(dir=str(tmp_path_factory.mktemp("broker"))), kafka=KafkaSection(port=port))
+    here = replace(settings, kafka=replace(settings.kafka, bootstrap=f"127.0.0.1:{port}"))
+    brokers = [start_kafka(stack)]
+    try:
+        ensure_topics(here)
+        events = record_run(policy, here.run.id)
+        write_all(here, events)
+        stop, seen = threading.Event(), Counter[str]()
+
+        def faults(point: str) -> None:
+            seen[point] += 1
+            if f"{point}:{seen[point]}" == "after_publish_files:2":
+                os.kill(brokers[0].pid, signal.SIGKILL)
+                brokers.append(start_kafka(stack))
+            if point == "after_commit" and seen[point] >= NUM_STEPS + 1 and len(steps_of(here)) == NUM_STEPS:
+                stop.set()
+
+        LearnerRun(here, 0, faults).run(stop)
+        check_history(here, events)
+    finally:
+        stop_kafka(stack, brokers[-1])
