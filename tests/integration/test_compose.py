@@ -50,8 +50,10 @@ def kafka_port() -> int:
 @pytest.fixture(scope="module")
 def project(docker: dict[str, str], kafka_port: int) -> dict[str, str]:
     """The environment of one compose project of the test's own, with the locally built image."""
-    os.environ.update(docker)
-    image = kafka_image.build_image(kafka_image.import_base(base_rootfs()))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in docker.items():
+            patch.setenv(name, value)
+        image = kafka_image.build_image(kafka_image.import_base(base_rootfs()))
     return {
         **docker,
         "COMPOSE_PROJECT_NAME": f"rollstream-test-{uuid.uuid4().hex[:8]}",
