@@ -42,6 +42,7 @@ class SandboxPool:
         )
         self._tasks: dict[tuple[str, str], Task] = {}
         self._lock = threading.Lock()
+        self._cold_cpu_sec = 0.0
         self._agent = self._make_agent() if self.is_warm else None
         self._grading = self._make_grading()
         self.grader = grading.Grader(self._grading)
@@ -59,6 +60,12 @@ class SandboxPool:
         for container in containers:
             info = container.wait_ready(WARM_UP_SEC)
             log.info("sandbox warm", program=container.program, limits=container.limits_in_force, **info)
+
+    def trial_cpu_sec(self) -> float:
+        """Processor time that ended trials and their grading took inside the containers, warming up left out."""
+        shared = [c for c in (self._agent, self._grading) if c is not None]
+        warm: list[float] = [max(0.0, c.cpu_sec - c.info.get("warm_cpu_sec", 0.0)) for c in shared]
+        return self._cold_cpu_sec + sum(warm)
 
     def alive(self) -> bool:
         """Whether trials can be started."""
@@ -94,6 +101,8 @@ class SandboxPool:
             yield cold
         finally:
             cold.close()
+            with self._lock:
+                self._cold_cpu_sec += cold.cpu_sec
             log_path.unlink(missing_ok=True)
 
     def _bounds(self, lanes: int) -> Bounds:

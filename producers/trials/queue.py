@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 _TOPIC = "offers"
 #: What a poll brought beyond the free lanes goes back to the queue after this long (well within the lock).
-_HOLD_SEC = SHARE_LOCK_SEC / 3
+_HOLD_SEC = SHARE_LOCK_SEC / 2
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The worker on a real broker: real harness, real sandboxes, real grading; only the model behind the proxy is scripted."""
+"""The worker on a real broker: real harness, sandboxes and grading; only the model behind the proxy is scripted."""
 
 from __future__ import annotations
 

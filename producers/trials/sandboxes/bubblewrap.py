@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -65,8 +64,8 @@ class TrialResult:
 class TrialProcess:
     """One fork of a container's program."""
 
-    def __init__(self, trial: socket.socket, life: socket.socket) -> None:
-        self._trial, self._life = trial, life
+    def __init__(self, trial: socket.socket, life: socket.socket, container: Container | None = None) -> None:
+        self._trial, self._life, self._container = trial, life, container
 
     def wait_started(self, timeout_sec: float) -> socket.socket | None:
         """Wait until the isolation stands and was verified; the listening socket, when one was asked for.
@@ -104,6 +103,8 @@ class TrialProcess:
             raise SandboxLostError("the container does not answer") from None
         finally:
             self._life.close()
+        if self._container is not None:
+            self._container.cpu_sec = max(self._container.cpu_sec, header["container_cpu_sec"])
         return _parse_result(header, blob), timed_out and header["killed"]
 
     def abandon(self) -> None:
@@ -156,6 +157,8 @@ class Container:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        #: Processor time of the container so far: warming up and every trial that has ended.
+        self.cpu_sec = 0.0
         #: Facts the program reported when it was warm.
         self.info: dict[str, Any] = {}
 
@@ -165,7 +168,7 @@ class Container:
         setup = json.dumps({"limits": asdict(self._limits), "options": self._options})
         command = [self._layout.python, "-I", "-B", _ZYGOTE, str(its.fileno()), self.program, setup]
         if self._bounds is not None:
-            self._cgroup = make_cgroup(f"{os.getpid()}-{uuid.uuid4().hex[:8]}", self._bounds)
+            self._cgroup = make_cgroup(self._bounds)
         with open(self._log_path, "ab") as log:
             self._process = subprocess.Popen(
                 self._cgroup.wrap(self._outer_command(command)),
@@ -263,7 +266,7 @@ class Container:
         finally:
             its_trial.close()
             its_life.close()
-        return TrialProcess(trial, life)
+        return TrialProcess(trial, life, self)
 
     def _last_lines(self) -> str:
         try:

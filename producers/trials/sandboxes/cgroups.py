@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,12 +54,23 @@ class Cgroup:
         self.directories = []
 
 
-def make_cgroup(name: str, bounds: Bounds) -> Cgroup:
-    """A cgroup called `name`, or an empty one where the machine gives none."""
+def make_cgroup(bounds: Bounds) -> Cgroup:
+    """A cgroup of this process's, or an empty one where the machine gives none. Removes what dead processes left."""
+    name = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
     try:
+        _remove_stale()
         return _make_v1(name, bounds) if (_ROOT / "memory").is_dir() else _make_v2(name, bounds)
     except OSError:
         return Cgroup([], [])
+
+
+def _remove_stale() -> None:
+    found = [*_ROOT.glob("*/rollstream/*-*"), *_ROOT.glob("rollstream-*-*")]
+    for directory in found:
+        owner = directory.name.removeprefix("rollstream-").split("-")[0]
+        if directory.is_dir() and owner.isdigit() and not Path("/proc", owner).exists():
+            with contextlib.suppress(OSError):  # not empty yet: the next worker's turn
+                directory.rmdir()
 
 
 def _make_v1(name: str, bounds: Bounds) -> Cgroup:

@@ -1,7 +1,8 @@
-"""A capture proxy's outside for tests of the trial path: control socket, HTTP on sockets handed over, canned replies."""
+"""A capture proxy's outside for tests: control socket, HTTP on sockets that were handed over, canned replies."""
 
 from __future__ import annotations
 
+import functools
 import json
 import selectors
 import socket
@@ -67,7 +68,8 @@ class ScriptedProxy:
                 state |= message | {"listener": socket.socket(fileno=fds[0])}
                 self.sessions.append(message)
                 state["listener"].setblocking(False)
-                self._selector.register(state["listener"], selectors.EVENT_READ, lambda: self._accept_http(state))
+                accept = functools.partial(self._accept_http, state)
+                self._selector.register(state["listener"], selectors.EVENT_READ, accept)
                 sock.sendall(b'{"ok":true}\n')
             elif self.fail_close:
                 self._drop(sock, state)

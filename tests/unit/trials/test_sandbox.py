@@ -211,7 +211,7 @@ def test_pid_1_is_closed_and_processes_are_alone(box: Box) -> None:
         "unshare -r -n true",
         "mount -t tmpfs x /tmp",
         "chroot / true",
-        "python3 -c 'import ctypes as c; import os; r=c.CDLL(None, use_errno=True).ptrace(16, 1, 0, 0); os._exit(r != 0)'",
+        "python3 -c 'import ctypes as c; r=c.CDLL(None).ptrace(16, 1, 0, 0); raise SystemExit(r != 0)'",
         "python3 -c 'import ctypes as c; r=c.CDLL(None).syscall(425, 8, 0); raise SystemExit(r < 0)'",
         "python3 -c 'import ctypes as c; r=c.CDLL(None).syscall(250, 0, -3, 0); raise SystemExit(r < 0)'",
         "python3 -c 'import os; os.setuid(0)'",
@@ -239,7 +239,8 @@ def test_a_seccomp_filter_is_refused_for_an_unknown_processor() -> None:
 
 def test_a_fork_bomb_is_bounded_and_does_not_touch_its_neighbour(box: Box) -> None:
     source = (
-        "import os, time\nn = 0\ntry:\n    while True:\n        if os.fork() == 0:\n            time.sleep(60)\n        n += 1\n"
+        "import os, time\nn = 0\ntry:\n    while True:\n        if os.fork() == 0:\n            time.sleep(60)\n"
+        "        n += 1\n"
         "except OSError:\n    print('stopped at', n, flush=True)\n    os._exit(0)\n"
     )
     out = box.python(source).log_tail
