@@ -125,8 +125,12 @@ def test_nothing_listens_beyond_loopback(compose_kafka: Settings, kafka_port: in
     assert "00000000" not in addresses
 
 
-def test_the_kafka_tests_pass_against_it(compose_kafka: Settings) -> None:
-    """The runtime's own tests, with `kafka.bootstrap` set to the broker in the container."""
+SHORT_RUN = "tests/integration/test_loop.py::test_a_short_run_ends_and_the_log_proves_it"
+
+
+@pytest.mark.parametrize("suite", ["tests/integration/test_runtime.py", SHORT_RUN])
+def test_the_kafka_tests_and_a_short_run_pass_against_it(compose_kafka: Settings, suite: str) -> None:
+    """With `kafka.bootstrap` set to the broker in the container."""
     env = {**os.environ, "ROLLSTREAM_TEST_BOOTSTRAP": compose_kafka.kafka.bootstrap}
     command = [
         sys.executable,
@@ -136,7 +140,7 @@ def test_the_kafka_tests_pass_against_it(compose_kafka: Settings) -> None:
         "-x",
         "-p",
         "no:cacheprovider",
-        "tests/integration/test_runtime.py",
+        suite,
     ]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
