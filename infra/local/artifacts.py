@@ -74,9 +74,7 @@ def fetch_artifacts(artifacts: Sequence[Artifact], what: str) -> list[Path]:
     root = cache_dir() / "maven"
     paths = [root / artifact.relative_path for artifact in artifacts]
     missing = [
-        (artifact, path)
-        for artifact, path in zip(artifacts, paths, strict=True)
-        if not _is_intact(artifact, path)
+        (artifact, path) for artifact, path in zip(artifacts, paths, strict=True) if not _is_intact(artifact, path)
     ]
     if missing:
         _fetch_missing(missing, what)
