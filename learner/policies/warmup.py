@@ -22,9 +22,9 @@ SYSTEM_PROMPT = "You fix bugs."
 
 @dataclass(frozen=True)
 class WarmupSettings:
-    """Measured for the tiny model; see the recipe's figures in docs."""
+    """Chosen for the tiny model: the known verbs are learnt after 110 steps, the rest is the teacher's guesswork."""
 
-    steps: int = 155
+    steps: int = 150
     batch_size: int = 32
     lr: float = 2e-3
     beta1: float = 0.9
