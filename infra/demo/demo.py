@@ -54,7 +54,6 @@ def demo_dir(settings: Settings) -> Path:
 def prepare(settings: Settings, console: Console) -> None:
     """Make the pool and the starting policy where they are missing (both follow from the seed)."""
     from learner.policies.demo_policy import make_demo_policy
-
     from producers.tasks.demo_pool import make_demo_pool
 
     size = PoolSize()

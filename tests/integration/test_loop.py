@@ -151,7 +151,8 @@ def test_a_short_run_ends_and_the_log_proves_it(loop_settings: Settings) -> None
         assert fetch_status(run.settings, run.settings.run.id) is not None
         trial = next(iter(read_events(run.settings, "trajectories", types=(TrajectoryAssembled,)))).trial_id
         assert fetch_trace(run.settings, trial) is not None
-        _, rows = run_sql(run.settings, "SELECT sum(num_tokens) FROM token_accounting WHERE place IN ('unaccounted', 'twice')")
+        errors = "SELECT sum(num_tokens) FROM token_accounting WHERE place IN ('unaccounted', 'twice')"
+        _, rows = run_sql(run.settings, errors)
         assert rows[0][0] in (None, 0)
     finally:
         run.stop()
