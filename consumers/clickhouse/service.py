@@ -20,7 +20,7 @@ from typing import Any
 
 import structlog
 
-from consumers.clickhouse.connect import ClickHouseUnavailableError, reason_of, wait_for_clickhouse
+from consumers.clickhouse.connect import reason_of, wait_for_clickhouse
 from consumers.clickhouse.migrate import migrate
 from consumers.clickhouse.sink import (
     SERVICE,
@@ -40,7 +40,7 @@ from schemas.topics import CATALOGUE, SCHEMAS_TOPIC
 from streams.runtime.group_reader import Commit, GroupReader, read_ranges
 from streams.runtime.kafka_log import read_compacted
 from streams.runtime.log import TopicPart
-from streams.runtime.metrics import LoopMetrics
+from streams.runtime.metrics import LoopMetrics, start_health_server
 from streams.runtime.step import Record
 
 log = structlog.get_logger()
@@ -54,6 +54,8 @@ FLUSH_BYTES = 32 * 1024 * 1024
 _POLL_RECORDS = 2_000
 _POLL_SEC, _BUSY_POLL_SEC = 0.25, 0.05
 _SWITCH_SEC = 0.0005
+#: A batch spans at most 64 partitions: its note must fit the broker's `offset.metadata.max.bytes` of 4,096.
+_BATCH_PARTITIONS_LOG2 = 6
 
 
 class SinkError(RuntimeError):
@@ -91,7 +93,7 @@ class Sink:
         self._codec = make_codec(settings)
         self._decoder = Decoder(self._codec, self._learn_schemas)
         self._database = str(client.command("SELECT uuid FROM system.databases WHERE name = currentDatabase()"))
-        self._batches: dict[str, TopicBatch] = {}
+        self._batches: dict[TopicPart, TopicBatch] = {}
         self._first_at = 0.0
         self._broken = False
         self._cut: _Cut | None = None
@@ -142,9 +144,10 @@ class Sink:
     def _take(self, record: Record) -> None:
         if not self._batches:
             self._first_at = time.monotonic()
-        batch = self._batches.get(record.topic)
+        key = (record.topic, record.partition >> _BATCH_PARTITIONS_LOG2)
+        batch = self._batches.get(key)
         if batch is None:
-            batch = self._batches[record.topic] = TopicBatch(record.topic)
+            batch = self._batches[key] = TopicBatch(record.topic)
         self._decode(batch, record)
 
     def _decode(self, batch: TopicBatch, record: Record) -> None:
@@ -300,8 +303,9 @@ class Sink:
             return  # what was read may not be in the database: its offsets must stay
         if lost:  # another instance has them already, and finds the note if a batch was begun
             for topic, number in parts:
-                if topic in self._batches:
-                    self._batches[topic].drop(number)
+                batch = self._batches.get((topic, number >> _BATCH_PARTITIONS_LOG2))
+                if batch is not None:
+                    batch.drop(number)
                 if self._cut is not None:
                     self._cut.offsets.pop((topic, number), None)
         else:
@@ -323,21 +327,18 @@ def parse_end(note: Note, partition: int, committed: int) -> int:
 
 def serve(settings: Settings, instance: int, stop: threading.Event) -> None:
     """Run the sink until `stop`. Waits for ClickHouse; raises MigrationError or SinkError with the remedy."""
-    from streams.runtime.metrics import start_health_server
-
     state: dict[str, Sink] = {}
-    start_health_server(SERVICE, instance, ready=lambda: "sink" in state and state["sink"].ready)
-    client = wait_for_clickhouse(settings, stop)
-    if client is None:
-        return
+    health = start_health_server(SERVICE, instance, settings, ready=lambda: "sink" in state and state["sink"].ready)
     try:
+        client = wait_for_clickhouse(settings, stop)
+        if client is None:
+            return
         applied = migrate(client)
         if applied:
             log.info("clickhouse_migrated", database=settings.clickhouse.database, applied=applied)
         ensure_topics(settings)
         state["sink"] = Sink(settings, client, stop, instance)
         state["sink"].run()
-    except ClickHouseUnavailableError as exc:
-        raise SinkError(str(exc)) from exc
-    finally:
         client.close()
+    finally:
+        health.close()
