@@ -20,6 +20,7 @@ from typing import Any
 
 import structlog
 
+from consumers.clickhouse.columns import all_events, event_columns
 from consumers.clickhouse.connect import reason_of, wait_for_clickhouse
 from consumers.clickhouse.migrate import migrate
 from consumers.clickhouse.sink import (
@@ -93,6 +94,8 @@ class Sink:
         self._codec = make_codec(settings)
         self._decoder = Decoder(self._codec, self._learn_schemas)
         self._database = str(client.command("SELECT uuid FROM system.databases WHERE name = currentDatabase()"))
+        for event in all_events():
+            event_columns(event)  # describes the columns once, before the first batch instead of within it
         self._batches: dict[TopicPart, TopicBatch] = {}
         self._first_at = 0.0
         self._broken = False
