@@ -449,3 +449,29 @@ def release_message(consumer: ShareConsumer, message: Message) -> None:
 def message_position(message: Message) -> TopicPartition:
     """Where a record lies: seeking there reads it again."""
     return TopicPartition(message.topic(), message.partition(), message.offset())
+
+
+#: Say so when a partition's end is reached: records of transactions leave markers that no message shows.
+_AT_END: dict[str, Any] = {"enable.partition.eof": True}
+
+
+def read_newest(settings: Settings, name: str, limit: int) -> Iterator[bytes]:
+    """Values of the newest `limit` records per partition of a catalogue topic, up to its present end."""
+    ends = end_offsets(settings, (name,))
+    left = {partition: end for (_, partition), end in ends.items() if end > 0}
+    if not left:
+        return
+    consumer = make_consumer(settings, group="read-newest", start="error", **_AT_END)
+    try:
+        topic = topic_name(settings, name)
+        consumer.assign([TopicPartition(topic, p, max(0, end - limit)) for p, end in left.items()])
+        deadline = time.monotonic() + STARTUP_TIMEOUT_SEC
+        while left and time.monotonic() < deadline:
+            for message in consumer.consume(500, 0.2):
+                error, value = message.error(), message.value()
+                if error is not None and error.code() == KafkaError._PARTITION_EOF:
+                    left.pop(message.partition(), None)
+                elif error is None and value is not None:
+                    yield value
+    finally:
+        consumer.close()

@@ -20,7 +20,7 @@ from producers.trials.pool import SandboxPool
 from producers.trials.proxy_client import CaptureFacts, CaptureSession, ProxyError, base_url
 from producers.trials.sandboxes.bubblewrap import SandboxLostError, TrialProcess, TrialResult
 from producers.trials.verifier.diff_filter import FilteredPatch, filter_changes
-from producers.trials.verifier.grader import Grade, GradeTimeoutError
+from producers.trials.verifier.grader import GRADER_ID, Grade, GradeTimeoutError
 from producers.trials.verifier.grades import GradeCache
 from producers.trials.worktree import BaseTree
 from schemas.base import Event
@@ -268,7 +268,7 @@ def _reward(
         task_id=offer.task_id,
         reward=grade.reward,
         tests=grade.tests,
-        grader_id="pytest",
+        grader_id=GRADER_ID,
         grader_digest=key[2],
         grade_attempt=1,
         diff_sha256=key[1],

@@ -32,6 +32,7 @@ log = structlog.get_logger()
 _TOPIC = "offers"
 #: What a poll brought beyond the free lanes goes back to the queue after this long (well within the lock).
 _HOLD_SEC = SHARE_LOCK_SEC / 2
+_COMMIT_SEC = 10.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class ShareGroupQueue:
         self._consumer.subscribe([topic_name(settings, _TOPIC)])
         self._held: deque[Delivery] = deque()
         self._kept: deque[Delivery] = deque()
-        self._outstanding: set[int] = set()
+        self._outstanding: set[tuple[int, int]] = set()
         self._polled_at = 0.0
 
     def claim(self, limit: int, timeout_sec: float) -> list[Delivery]:
@@ -94,7 +95,7 @@ class ShareGroupQueue:
                 log.warning("offer queue", error=message.error().str())
                 continue
             delivery = Delivery(header_type(message.headers()), message.value() or b"", message)
-            self._outstanding.add(id(delivery))
+            self._outstanding.add(_place(delivery))
             self._held.append(delivery)
         self._polled_at = time.monotonic()
 
@@ -102,31 +103,44 @@ class ShareGroupQueue:
         if not self._held or time.monotonic() - self._polled_at < _HOLD_SEC:
             return
         surplus, self._held = list(self._held), deque()
-        for delivery in surplus:
-            if delivery.message.delivery_count() >= SHARE_DELIVERY_LIMIT - 1:
-                self.acknowledge([delivery])
-                self._kept.append(delivery)
-            else:
-                self.release([delivery])
-        log.info("surplus offers released", num=len(surplus), kept=len(self._kept))
+        last_chance = [d for d in surplus if d.message.delivery_count() >= SHARE_DELIVERY_LIMIT - 1]
+        self._settle(last_chance, [d for d in surplus if d not in last_chance])
+        self._kept.extend(last_chance)
+        log.info("surplus offers released", num=len(surplus) - len(last_chance), kept=len(self._kept))
 
     def acknowledge(self, deliveries: Sequence[Delivery]) -> None:
-        for delivery in deliveries:
-            if id(delivery) in self._outstanding:
-                self._outstanding.discard(id(delivery))
-                self._consumer.acknowledge(delivery.message)
-        self._consumer.commit_async()
+        self._settle(deliveries, [])
 
     def release(self, deliveries: Sequence[Delivery]) -> None:
-        for delivery in deliveries:
-            if id(delivery) in self._outstanding:
-                self._outstanding.discard(id(delivery))
+        self._settle([], deliveries)
+
+    def _settle(self, accepted: Sequence[Delivery], released: Sequence[Delivery]) -> None:
+        """Acknowledge in one request, in the order of the log, and wait for the answer.
+
+        The preview client merges what is committed while a request is under way in the order of the calls, and the
+        broker refuses the whole request when its offsets do not ascend: every lock in it would run out.
+        """
+        choices = [(d, True) for d in accepted] + [(d, False) for d in released]
+        choices = [(d, keep) for d, keep in choices if _place(d) in self._outstanding]
+        if not choices:
+            return
+        for delivery, keep in sorted(choices, key=lambda c: _place(c[0])):
+            self._outstanding.discard(_place(delivery))
+            if keep:
+                self._consumer.acknowledge(delivery.message)
+            else:
                 release_message(self._consumer, delivery.message)
-        self._consumer.commit_async()
+        for place, error in self._consumer.commit_sync(_COMMIT_SEC).items():
+            if error is not None:  # they come again when their lock runs out
+                log.warning("acknowledgements refused", partition=place.partition, error=str(error))
 
     def close(self) -> None:
         self.release(list(self._held))
         self._consumer.close()
+
+
+def _place(delivery: Delivery) -> tuple[int, int]:
+    return delivery.message.partition(), delivery.message.offset()
 
 
 class ConsumerGroupQueue:

@@ -8,7 +8,7 @@ from pathlib import Path
 import structlog
 from prometheus_client import Gauge
 
-from infra.kafka import check_cluster
+from infra.kafka import check_cluster, make_codec, read_newest
 from infra.paths import data_dir, logs_dir, proxy_socket_path
 from infra.settings import Settings
 from producers.trials.attempt import AttemptRunner
@@ -16,8 +16,11 @@ from producers.trials.harnesses.base import make_harness
 from producers.trials.pool import SandboxPool
 from producers.trials.proxy_client import proxy_answers
 from producers.trials.queue import make_queue
-from producers.trials.verifier.grades import GradeCache
+from producers.trials.verifier.grader import GRADER_ID, Grade
+from producers.trials.verifier.grades import GradeCache, KnownGrade
 from producers.trials.worker import EventLog, Worker
+from schemas.codec import CodecError
+from schemas.events import RewardGraded
 from streams.runtime.metrics import REGISTRY, start_health_server
 
 log = structlog.get_logger()
@@ -25,6 +28,8 @@ log = structlog.get_logger()
 #: Running trials get this long to end after SIGTERM.
 DRAIN_SEC = 12.0
 _PROXY_CHECK_SEC = 0.5
+#: Grades read back at the start, per partition.
+_GRADES_READ = 2000
 
 _RUNNING = Gauge("rollstream_trials_running", "Trials held by this worker", ["instance"], registry=REGISTRY)
 _FINISHED = Gauge("rollstream_attempts_finished", "Attempts finished by this worker", ["instance"], registry=REGISTRY)
@@ -53,7 +58,8 @@ def serve(settings: Settings, instance: int, stop: threading.Event) -> None:
         if not _await_proxy(proxy_socket, stop):
             return
         work = make_queue(settings)
-        runner = AttemptRunner(settings.trials, harness, pool, GradeCache(), proxy_socket, events.write)
+        grades = load_grades(settings) if settings.trials.reuse_grades else GradeCache()
+        runner = AttemptRunner(settings.trials, harness, pool, grades, proxy_socket, events.write)
         worker = Worker(settings, instance, work, runner, events)
         ready.set()
         log.info("worker ready", lanes=settings.trials.lanes, warm=pool.is_warm)
@@ -71,6 +77,20 @@ def serve(settings: Settings, instance: int, stop: threading.Event) -> None:
         pool.close()
         events.close()
         health.close()
+
+
+def load_grades(settings: Settings) -> GradeCache:
+    """The newest grades in the log, of any run and worker: what decides them is in their key."""
+    cache, codec = GradeCache(), make_codec(settings)
+    for value in read_newest(settings, "rewards", _GRADES_READ):
+        try:
+            event = codec.decode(value)
+        except CodecError:
+            continue  # the stages that live on this topic keep it as a dead letter
+        if isinstance(event, RewardGraded) and event.reused_from is None and event.grader_id == GRADER_ID:
+            key = (event.task_digest, event.diff_sha256, event.grader_digest)
+            cache.add(key, KnownGrade(event.event_id, Grade(event.reward, event.tests)))
+    return cache
 
 
 def _state_dir(settings: Settings) -> Path:

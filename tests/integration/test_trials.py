@@ -17,7 +17,7 @@ import pytest
 from infra.kafka import EventWriter, end_offsets, make_codec, make_consumer, topic_name
 from infra.paths import proxy_socket_path
 from infra.settings import RunSection, Settings
-from producers.trials import service
+from producers.trials import queue, service
 from schemas.base import Event
 from schemas.events import (
     AttemptFinished,
@@ -26,9 +26,10 @@ from schemas.events import (
     RewardGraded,
     StageFinished,
     StageStarted,
+    TestResult,
     TrialLeased,
 )
-from schemas.ids import GroupId, make_event_id, now_ms
+from schemas.ids import GroupId, RunId, TaskId, TrialId, make_event_id, now_ms
 from tests.unit.trials.sample_task import FIX, make_offer, make_task
 from tests.unit.trials.scripted_proxy import SUBMIT, ScriptedProxy
 
@@ -168,6 +169,66 @@ def _check_trial(facts: Facts, trial: str, index: int, task_digest: str) -> None
     else:
         assert end.agent_exit_status == "Submitted" and end.agent_exit_code == 0 and end.num_calls == 1
     assert end.num_sampled_tokens == 7 * (end.num_calls or 0)
+
+
+@pytest.mark.parametrize("share_groups", ["on", "off"])
+def test_the_queue_hands_each_offer_to_one_worker(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share_groups: str
+) -> None:
+    settings = replace(settings, kafka=replace(settings.kafka, share_groups=share_groups))
+    monkeypatch.setattr(queue, "_HOLD_SEC", 0.0)
+    task = make_task(tmp_path)
+    writer, codec = EventWriter(settings), make_codec(settings)
+    for index in range(30):
+        writer.write(make_offer(task, index))
+    writer.flush()
+    workers = [queue.make_queue(settings), queue.make_queue(settings)]
+    seen: list[str] = []
+    end = time.monotonic() + DEADLINE_SEC
+    try:
+        while len(set(seen)) < 30:
+            assert time.monotonic() < end, f"{len(set(seen))} of 30 offers in time"
+            for work in workers:
+                taken = work.claim(3, 0.5)
+                assert len(taken) <= 3 and work.claim(0, 0.1) == []
+                work.release(taken[2:])
+                work.acknowledge(taken[:2])
+                seen += [codec.decode(d.value).key for d in taken[:2]]
+    finally:
+        for work in workers:
+            work.close()
+    assert len(seen) == 30, "handed out twice"
+
+
+def test_grades_in_the_log_are_reused_by_the_next_worker(settings: Settings) -> None:
+    assert service.load_grades(settings).get(("t", "d", "g")) is None
+    writer = EventWriter(settings)
+    for index in range(3):
+        writer.write(
+            RewardGraded(
+                event_id=make_event_id(),
+                run_id=RunId("another-run"),
+                occurred_at=now_ms(),
+                producer="worker/9",
+                trial_id=TrialId(f"trial-{index}"),
+                attempt=1,
+                task_id=TaskId("task"),
+                reward=1.0,
+                tests=(TestResult(test_id="a::b", outcome="passed", expected="fail_to_pass"),),
+                grader_id="pytest" if index else "somebody-else",
+                grader_digest=f"g{index}",
+                grade_attempt=1,
+                diff_sha256="d",
+                task_digest="t",
+                reused_from=make_event_id() if index == 1 else None,
+                duration_sec=0.1,
+            )
+        )
+    writer.flush()
+    grades = service.load_grades(settings)
+    assert grades.get(("t", "d", "g0")) is None and grades.get(("t", "d", "g1")) is None
+    known = grades.get(("t", "d", "g2"))
+    assert known is not None and known.grade.reward == 1.0 and known.grade.tests[0].outcome == "passed"
 
 
 _SERVE = """
