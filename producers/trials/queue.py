@@ -17,11 +17,11 @@ import structlog
 from infra.kafka import (
     SHARE_DELIVERY_LIMIT,
     SHARE_LOCK_SEC,
+    commit_offset,
     configure_share_group,
     header_type,
     make_consumer,
     make_share_consumer,
-    message_position,
     release_message,
     topic_name,
 )
@@ -54,7 +54,7 @@ class WorkQueue(Protocol):
         """These are in the log as leased (or need no work): never hand them out again."""
 
     def release(self, deliveries: Sequence[Delivery]) -> None:
-        """Hand these to another worker."""
+        """Do not run these now: to another worker where the queue can, else to a later claim."""
 
     def close(self) -> None:
         """Leave; what was not acknowledged goes back."""
@@ -144,23 +144,35 @@ def _place(delivery: Delivery) -> tuple[int, int]:
 
 
 class ConsumerGroupQueue:
-    """A plain consumer group: as many workers as partitions get work; paused while every lane is busy."""
+    """A plain consumer group: as many workers as partitions get work; paused while every lane is busy.
+
+    What is released stays with this worker, and the committed offset stays behind it: seeking a paused partition back
+    would be undone by the resume.
+    """
 
     def __init__(self, settings: Settings, group: str) -> None:
         self._consumer = make_consumer(settings, group=group)
-        self._consumer.subscribe([topic_name(settings, _TOPIC)])
+        self._topic = topic_name(settings, _TOPIC)
+        self._consumer.subscribe([self._topic])
         self._paused = False
+        self._returned: deque[Delivery] = deque()
+        self._outstanding: dict[int, set[int]] = {}
 
     def claim(self, limit: int, timeout_sec: float) -> list[Delivery]:
+        out: list[Delivery] = []
+        while self._returned and len(out) < limit:
+            out.append(self._returned.popleft())
+        if out:
+            return out
         self._pause(limit == 0)
-        out = []
-        for message in self._consumer.consume(max(limit, 1), 0.0 if limit == 0 else timeout_sec):
+        for message in self._consumer.consume(max(limit, 1), timeout_sec if limit else 0.0):
             if message.error() is not None:
                 log.warning("offer queue", error=message.error().str())
-            else:
-                out.append(Delivery(header_type(message.headers()), message.value() or b"", message))
-        if out and limit == 0:  # came in while pausing: rewind
-            self.release(out)
+                continue
+            self._outstanding.setdefault(message.partition(), set()).add(message.offset())
+            out.append(Delivery(header_type(message.headers()), message.value() or b"", message))
+        if limit == 0:  # came in while pausing
+            self._returned.extend(out)
             return []
         return out
 
@@ -173,24 +185,15 @@ class ConsumerGroupQueue:
         self._paused = pause
 
     def acknowledge(self, deliveries: Sequence[Delivery]) -> None:
-        newest: dict[tuple[str, int], Any] = {}
-        for delivery in deliveries:
-            message = delivery.message
-            place = (message.topic(), message.partition())
-            if place not in newest or newest[place].offset() < message.offset():
-                newest[place] = message
-        for message in newest.values():
-            self._consumer.commit(message=message, asynchronous=True)
+        ends: dict[int, int] = {}
+        for partition, offset in map(_place, deliveries):
+            self._outstanding.get(partition, set()).discard(offset)
+            ends[partition] = max(ends.get(partition, 0), offset + 1)
+        for partition, end in ends.items():
+            commit_offset(self._consumer, self._topic, partition, min(self._outstanding.get(partition) or {end}))
 
     def release(self, deliveries: Sequence[Delivery]) -> None:
-        oldest: dict[tuple[str, int], Any] = {}
-        for delivery in deliveries:
-            message = delivery.message
-            place = (message.topic(), message.partition())
-            if place not in oldest or oldest[place].offset() > message.offset():
-                oldest[place] = message
-        for message in oldest.values():
-            self._consumer.seek(message_position(message))
+        self._returned.extend(deliveries)
 
     def close(self) -> None:
         self._consumer.close()
