@@ -49,7 +49,7 @@ log = structlog.get_logger()
 TOPICS = tuple(t.name for t in CATALOGUE if t.name != SCHEMAS_TOPIC)
 
 #: A batch is inserted when its first record has waited this long, or when it is this large.
-FLUSH_SEC = 1.0
+FLUSH_SEC = 2.0
 FLUSH_ROWS = 10_000
 FLUSH_BYTES = 32 * 1024 * 1024
 _POLL_RECORDS = 2_000

@@ -23,8 +23,8 @@ HERE = Path(__file__).parent
 class PoolSize:
     """Tasks of the demo's pool."""
 
-    num_train: int = 1024
-    num_held_out: int = 512
+    num_train: int = 640
+    num_held_out: int = 256
     num_sft: int = 4096
 
 
