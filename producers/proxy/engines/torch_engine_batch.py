@@ -201,13 +201,10 @@ class Batch:
 
     def step(self, model: LoadedModel) -> None:
         """Forward each sequence's newest token and sample the next."""
-        self._drop_cancelled()
+        self._drop_gone()
         if not self._active:
             return
-        positions, mask = self._cache.begin_step()
-        tokens = [s.context[-1] for s in self._active]
-        logits_BV, rows = model.decode(tokens, positions, mask, self._cache)
-        self._cache.end_step()
+        logits_BV, rows = model.decode([s.context[-1] for s in self._active], self._cache)
         row_bytes = model.routing_shape.row_bytes
         for sequence, row in zip(self._active, rows, strict=True):
             sequence.add_rows(len(sequence.context) - 1, row, row_bytes, model.version)
@@ -218,18 +215,14 @@ class Batch:
         items: list[tuple[Generation, TokenChunk | Exception]] = []
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
             items += [(sequence, chunk) for chunk in sequence.take(token, logprob, version)]
-        self._deliver(items)
-        self._drop_finished()
+        if items:
+            self._deliver(items)
+            self._drop_gone()
 
-    def _drop_cancelled(self) -> None:
-        self._drop(lambda s: s.cancelled)
-
-    def _drop_finished(self) -> None:
-        self._drop(lambda s: s.finish_reason is not None)
-
-    def _drop(self, gone: Callable[[Generation], bool]) -> None:
+    def _drop_gone(self) -> None:
+        """Free the rows of finished and cancelled sequences."""
         for row in range(len(self._active) - 1, -1, -1):
-            if gone(self._active[row]):
+            if self._active[row].cancelled or self._active[row].finish_reason is not None:
                 self._cache.remove(row)
                 last = self._active.pop()
                 if row < len(self._active):

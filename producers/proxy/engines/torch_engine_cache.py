@@ -1,7 +1,10 @@
 """Keys and values of the sequences that are decoded together.
 
 Sequence i of the batch lies in row i, its token t in column t: a step attends to a view of the first rows and
-columns without copying. A row is freed by moving the last one into it.
+columns without copying, and writes one token of every sequence by a single copy. A row is freed by moving the last
+one into it.
+
+Shape letters: L attention layers, B sequences, C columns (tokens), H heads of keys, D head size.
 """
 
 from __future__ import annotations
@@ -15,14 +18,19 @@ _COLUMN_STEP = 256
 
 
 class BatchCache:
-    """[rows, heads, columns, head size] per layer, for keys and values; grows on demand."""
+    """One store [2L, rows, columns, H, D], keys of layer i at 2i and its values at 2i + 1; grows on demand."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
-        self._positions = torch.zeros(0, dtype=torch.long)
-        self._rows = torch.zeros(0, dtype=torch.long)
+        self._store: torch.Tensor | None = None
+        #: Per index of the store: all its tokens, [rows * columns, H, D].
+        self._flat: tuple[torch.Tensor, ...] = ()
+        #: Per index of the store: what the running step attends to, [B, H, C, D].
+        self._views: tuple[torch.Tensor, ...] = ()
+        #: Where the running step writes, [B]: indices of `_flat`.
+        self._at = torch.zeros(0, dtype=torch.long)
+        #: The running step's position of every sequence, [B].
+        self.positions = torch.zeros(0, dtype=torch.long)
         self._columns = 0
 
     def __len__(self) -> int:
@@ -31,68 +39,77 @@ class BatchCache:
     def clear(self) -> None:
         """Forget every sequence and free the memory."""
         self.lengths = []
-        self._keys, self._values = [], []
+        self._store, self._flat, self._views = None, (), ()
 
     def append(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Add a sequence's prefill: per layer (keys, values) [heads, T, head size]."""
+        """Add a sequence's prefill: per layer (keys, values) [H, T, D]."""
         row, num = len(self.lengths), layers[0][0].shape[1]
-        self._reserve(row + 1, num + 1, layers)
-        for layer, (keys, values) in enumerate(layers):
-            self._keys[layer][row, :, :num] = keys
-            self._values[layer][row, :, :num] = values
+        store = self._reserve(row + 1, num + 1, layers)
+        for layer, pair in enumerate(layers):
+            for side, tokens in enumerate(pair):
+                store[2 * layer + side, row, :num] = tokens.transpose(0, 1)
         self.lengths.append(num)
 
     def remove(self, row: int) -> None:
         """Free a row; the last sequence takes its place."""
         last = len(self.lengths) - 1
-        if row != last:
+        if row != last and self._store is not None:
             num = self.lengths[last]
-            for store in (*self._keys, *self._values):
-                store[row, :, :num] = store[last, :, :num]
-            self.lengths[row] = self.lengths[last]
+            self._store[:, row, :num] = self._store[:, last, :num]
+            self.lengths[row] = num
         self.lengths.pop()
 
-    def begin_step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make room for one token per sequence: its positions [B] and the mask [B, 1, 1, columns]."""
-        self._reserve(len(self.lengths), max(self.lengths) + 1, ())
-        self._positions = torch.tensor(self.lengths, dtype=torch.long)
-        self._rows = torch.arange(len(self.lengths))
-        self._columns = max(self.lengths) + 1
-        mask = torch.arange(self._columns)[None, :] <= self._positions[:, None]
-        return self._positions, mask[:, None, None, :]
+    def begin_step(self) -> None:
+        """Make room for one token per sequence."""
+        lengths = self.lengths
+        num, self._columns = len(lengths), max(lengths) + 1
+        store = self._reserve(num, self._columns, ())
+        sides, rows, columns, heads, size = store.shape
+        self.positions = self._at = torch.tensor(lengths)
+        if num > 1:
+            self._at = torch.tensor([row * columns + at for row, at in enumerate(lengths)])
+        token = heads * size
+        self._views = store.as_strided(
+            (sides, num, heads, self._columns, size), (rows * columns * token, columns * token, size, token, 1)
+        ).unbind(0)
+
+    def mask(self) -> torch.Tensor:
+        """What each sequence may attend to in the running step: boolean [B, 1, 1, C], True is attended."""
+        return (torch.arange(self._columns) <= self.positions[:, None])[:, None, None, :]
+
+    def is_even(self) -> bool:
+        """All sequences have the same length: the running step needs no mask."""
+        return min(self.lengths) + 1 == self._columns
+
+    def put(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add one token per sequence, [B, H, D]; returns views of all tokens, [B, H, C, D]."""
+        index = 2 * layer
+        self._flat[index].index_copy_(0, self._at, keys)
+        self._flat[index + 1].index_copy_(0, self._at, values)
+        return self._views[index], self._views[index + 1]
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token per sequence, [B, heads, 1, head size]; returns views of all tokens."""
-        self._keys[layer][self._rows, :, self._positions] = keys[:, :, 0]
-        self._values[layer][self._rows, :, self._positions] = values[:, :, 0]
-        num = len(self.lengths)
-        return self._keys[layer][:num, :, : self._columns], self._values[layer][:num, :, : self._columns]
+        """`put` as Hugging Face's attention calls it: keys and values are [B, H, 1, D]."""
+        return self.put(keys[:, :, 0], values[:, :, 0], layer)
 
     def end_step(self) -> None:
         """The step's tokens are part of the sequences now."""
         self.lengths = [n + 1 for n in self.lengths]
 
-    def _reserve(self, rows: int, columns: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        if not self._keys:
-            have_rows = have_columns = 0
-        else:
-            have_rows, have_columns = self._keys[0].shape[0], self._keys[0].shape[2]
-        if rows <= have_rows and columns <= have_columns:
-            return
+    def _reserve(self, rows: int, columns: int, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        old = self._store
+        have_rows, have_columns = (0, 0) if old is None else old.shape[1:3]
+        if old is not None and rows <= have_rows and columns <= have_columns:
+            return old
         new_rows = have_rows if rows <= have_rows else max(rows, 2 * have_rows, 8)
-        new_columns = have_columns
-        if columns > have_columns:
-            new_columns = -(-columns // _COLUMN_STEP) * _COLUMN_STEP
-        for stores, side in ((self._keys, 0), (self._values, 1)):
-            if stores:
-                stores[:] = [_grown(old, old[0], new_rows, new_columns) for old in stores]
-            else:
-                stores += [_grown(None, pair[side], new_rows, new_columns) for pair in layers]
-
-
-def _grown(old: torch.Tensor | None, like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """A zeroed store of the new size that holds the old one. Zeros: a masked cell must never be a NaN."""
-    store = like.new_zeros(rows, like.shape[0], columns, like.shape[2])
-    if old is not None:
-        store[: old.shape[0], :, : old.shape[2]] = old
-    return store
+        new_columns = have_columns if columns <= have_columns else -(-columns // _COLUMN_STEP) * _COLUMN_STEP
+        # Zeros: a masked cell must never be a NaN.
+        if old is None:
+            heads, _, size = layers[0][0].shape
+            new = layers[0][0].new_zeros(2 * len(layers), new_rows, new_columns, heads, size)
+        else:
+            new = old.new_zeros(old.shape[0], new_rows, new_columns, *old.shape[3:])
+            new[:, :have_rows, :have_columns] = old
+        self._store = new
+        self._flat = new.flatten(1, 2).unbind(0)
+        return new

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+import structlog
 import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, Qwen3MoeForCausalLM
@@ -19,12 +22,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 from transformers.utils import logging as hf_logging
 
 from producers.proxy.engines.base import RoutingShape
+from producers.proxy.engines.torch_engine_cache import BatchCache
+from producers.proxy.engines.torch_engine_decode import DENSE_MAX_TOKENS, LeanDecoder, unsupported_reason
 
 hf_logging.disable_progress_bar()
+log = structlog.get_logger()
 
-#: Up to this many tokens all experts are computed for all tokens in one product: a decoding step is bound by the
-#: overhead of many small products, not by arithmetic (measured: 0.6 ms against 1.0 ms for 8 tokens, 8 experts).
-DENSE_MAX_TOKENS = 64
 EXPERTS = "rollstream_small_batch"
 
 
@@ -111,8 +114,12 @@ class LoadedModel:
         config = model.config
         dtype = "uint8" if config.num_experts <= 256 else "uint16"
         self.routing_shape = RoutingShape(len(gates), config.num_experts_per_tok, config.num_experts, dtype)
-        self._id_dtype = torch.uint8 if dtype == "uint8" else torch.uint16
         self.max_positions: int = config.max_position_embeddings
+        reason = unsupported_reason(model)
+        #: None where only Hugging Face's modules can decode this model.
+        self.decoder = LeanDecoder(model) if reason is None else None
+        if reason is not None:
+            log.info("decoding steps run by the Hugging Face modules, which is slower", reason=reason)
 
     @classmethod
     def load(cls, directory: Path, version: int, dtype: str) -> LoadedModel:
@@ -139,12 +146,12 @@ class LoadedModel:
             raise ModelError("the router's third output is no [tokens, top_k] of expert ids; pin transformers < 5.20")
         self._captured.append(chosen_NK)
 
-    def _take_routing(self) -> torch.Tensor:
+    def _take_routing(self) -> npt.NDArray[np.unsignedinteger[Any]]:
         """Experts of the last forward pass, [N, L, K]."""
         captured, self._captured = self._captured, []
         if len(captured) != self.routing_shape.num_layers:
             raise ModelError(f"{len(captured)} routers ran in a model of {self.routing_shape.num_layers} MoE layers")
-        return torch.stack(captured, dim=1).to(self._id_dtype)
+        return torch.stack(captured, dim=1).numpy().astype(self.routing_shape.dtype)
 
     def _forward(
         self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, mask: torch.Tensor, store: KeyValueStore
@@ -168,26 +175,29 @@ class LoadedModel:
         mask = torch.ones(longest, longest, dtype=torch.bool).tril()[None, None]
         store = PrefillStore()
         hidden_BTH = self._forward(ids_BT, positions_BT, mask, store)
-        routing = self._take_routing().view(len(contexts), longest, -1)
+        routing = self._take_routing().reshape(len(contexts), longest, -1)
         last_BH = hidden_BTH[torch.arange(len(contexts)), torch.tensor(lengths) - 1]
         logits_BV = self.model.lm_head(last_BH).float()
         return [
             Prefilled(
                 [(k[row, :, :num].clone(), v[row, :, :num].clone()) for k, v in store.layers],
                 logits_BV[row],
-                routing[row, :num].numpy().tobytes(),
+                routing[row, :num].tobytes(),
             )
             for row, num in enumerate(lengths)
         ]
 
-    def decode(
-        self, tokens: Sequence[int], positions: torch.Tensor, mask: torch.Tensor, store: KeyValueStore
-    ) -> tuple[torch.Tensor, list[bytes]]:
-        """Forward one token per sequence: next-token logits [B, V] and each sequence's routing row."""
-        ids_B1 = torch.tensor(tokens, dtype=torch.long)[:, None]
-        hidden_B1H = self._forward(ids_B1, positions[:, None], mask, store)
-        logits_BV: torch.Tensor = self.model.lm_head(hidden_B1H[:, 0]).float()
-        data, size = self._take_routing().numpy().tobytes(), self.routing_shape.row_bytes
+    def decode(self, tokens: Sequence[int], cache: BatchCache) -> tuple[torch.Tensor, list[bytes]]:
+        """Forward one token per sequence of the cache: next-token logits [B, V] and each sequence's routing row."""
+        cache.begin_step()
+        if self.decoder is not None:
+            logits_BV, self._captured = self.decoder(tokens, cache)
+        else:
+            ids_B1 = torch.tensor(tokens)[:, None]
+            hidden_B1H = self._forward(ids_B1, cache.positions[:, None], cache.mask(), cache)
+            logits_BV = self.model.lm_head(hidden_B1H[:, 0]).float()
+        cache.end_step()
+        data, size = self._take_routing().tobytes(), self.routing_shape.row_bytes
         return logits_BV, [data[i : i + size] for i in range(0, len(data), size)]
 
     def canary(self, ids: Sequence[int]) -> list[float]:

@@ -54,18 +54,27 @@ def _truncate(row_V: torch.Tensor, top_k: int, top_p: float) -> None:
 
 def sample(logits_BV: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[list[int], list[float]]:
     """Sampled ids, and their log-probs in the distribution after temperature and truncation."""
-    scale = torch.tensor([s.temperature if s.temperature > 0 else 1.0 for s in samplers])
-    scaled_BV = logits_BV.float() / scale[:, None]
-    for row, sampler in enumerate(samplers):
-        if sampler.temperature > 0 and (sampler.top_p < 1 or sampler.top_k > 0):
-            _truncate(scaled_BV[row], sampler.top_k, sampler.top_p)
-    logp_BV = scaled_BV.log_softmax(-1)
+    logits_BV = _processed(logits_BV.float(), samplers)
+    logp_BV = logits_BV.log_softmax(-1)
     # The inverse of the cumulative distribution: in float64, so that no rounding reaches the choice.
-    cumulative_BV = logp_BV.double().exp().cumsum(-1)
-    draws_B = torch.tensor([s.draw() if s.temperature > 0 else 0.0 for s in samplers], dtype=torch.float64)
-    targets_B1 = (draws_B * cumulative_BV[:, -1])[:, None]
-    chosen_B = torch.searchsorted(cumulative_BV, targets_B1, right=True)[:, 0].clamp(max=logp_BV.shape[1] - 1)
-    greedy_B = torch.tensor([s.temperature <= 0 for s in samplers])
-    if bool(greedy_B.any()):
-        chosen_B = torch.where(greedy_B, logp_BV.argmax(-1), chosen_B)
-    return chosen_B.tolist(), logp_BV.gather(1, chosen_B[:, None])[:, 0].tolist()
+    cumulative_BV = torch.softmax(logits_BV, -1, dtype=torch.float64).cumsum(-1)
+    draws_B1 = torch.tensor([[s.draw() if s.temperature > 0 else 0.0] for s in samplers], dtype=torch.float64)
+    chosen_B1 = torch.searchsorted(cumulative_BV, draws_B1.mul_(cumulative_BV[:, -1:]), right=True)
+    chosen_B1.clamp_(max=logits_BV.shape[1] - 1)
+    if any(s.temperature <= 0 for s in samplers):
+        greedy_B1 = torch.tensor([[s.temperature <= 0] for s in samplers])
+        chosen_B1 = torch.where(greedy_B1, logp_BV.argmax(-1, keepdim=True), chosen_B1)
+    return chosen_B1.flatten().tolist(), logp_BV.gather(1, chosen_B1).flatten().tolist()
+
+
+def _processed(logits_BV: torch.Tensor, samplers: Sequence[Sampler]) -> torch.Tensor:
+    """Logits after temperature and truncation; the same tensor where there is neither."""
+    truncated = [s.temperature > 0 and (s.top_p < 1 or s.top_k > 0) for s in samplers]
+    scales = [s.temperature if s.temperature > 0 else 1.0 for s in samplers]
+    if not any(truncated) and all(scale == 1 for scale in scales):
+        return logits_BV
+    scaled_BV = logits_BV / torch.tensor(scales)[:, None]
+    for row, sampler in enumerate(samplers):
+        if truncated[row]:
+            _truncate(scaled_BV[row], sampler.top_k, sampler.top_p)
+    return scaled_BV

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from transformers import Qwen3MoeForCausalLM  # noqa: E402
+from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
 from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling  # noqa: E402
 
 from infra.settings import EngineSection  # noqa: E402
@@ -25,6 +25,8 @@ from producers.proxy.engines.base import (  # noqa: E402
 )
 from producers.proxy.engines.torch_engine import TorchEngine  # noqa: E402
 from producers.proxy.engines.torch_engine_batch import PromptCache  # noqa: E402
+from producers.proxy.engines.torch_engine_cache import BatchCache  # noqa: E402
+from producers.proxy.engines.torch_engine_decode import DENSE_MAX_TOKENS, unsupported_reason  # noqa: E402
 from producers.proxy.engines.torch_engine_model import LoadedModel  # noqa: E402
 from producers.proxy.engines.torch_engine_sampling import Sampler, sample  # noqa: E402
 from tests.unit.proxy import tiny  # noqa: E402
@@ -271,3 +273,120 @@ def test_the_prompt_cache_stays_within_its_budget(policies):
         cache.put(str(i).encode(), entry)
         cache.get(b"0")
     assert [cache.get(str(i).encode()) is not None for i in range(5)] == [True, False, False, True, True]
+
+
+def small_config(**changes) -> Qwen3MoeConfig:
+    """A Qwen3-MoE unlike the tiny policy where decoding could depend on it."""
+    base = {
+        "vocab_size": 300,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+    }
+    return Qwen3MoeConfig(**(base | changes))
+
+
+def random_model(directory: Path, **changes) -> Path:
+    """A random model whose norms have weights of their own."""
+    torch.manual_seed(5)
+    model = Qwen3MoeForCausalLM(small_config(**changes))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.uniform_(0.5, 1.5)
+    model.save_pretrained(directory)
+    return directory
+
+
+def plain_steps(model: Qwen3MoeForCausalLM, context: list[int], tokens: list[int]) -> tuple[list, list[bytes]]:
+    """Next-token logits [V] and routing rows of `tokens`, one at a time through Hugging Face's own cache."""
+    chosen: list = []
+    gates = [m for m in model.modules() if isinstance(m, modeling.Qwen3MoeTopKRouter)]
+    hooks = [g.register_forward_hook(lambda _, __, out: chosen.append(out[2][0])) for g in gates]
+    logits, rows, cache = [], [], DynamicCache()
+    with torch.inference_mode():
+        model(input_ids=torch.tensor([context]), past_key_values=cache)
+        for token in tokens:
+            chosen.clear()
+            logits.append(model(input_ids=torch.tensor([[token]]), past_key_values=cache).logits[0, 0])
+            rows.append(bytes(torch.cat(chosen).tolist()))
+    for hook in hooks:
+        hook.remove()
+    return logits, rows
+
+
+def assert_decodes_like_plain(directory: Path, batch: int, steps: int = 5, limit: float = 1e-5) -> LoadedModel:
+    model, plain = LoadedModel.load(directory, 0, "float32"), plain_model(directory)
+    contexts = [[(3 + 31 * i + 7 * t * t) % 290 for t in range(9 + 5 * (i % 7))] for i in range(batch)]
+    tokens = [[(11 * i + 53 * step) % 290 for step in range(steps)] for i in range(batch)]
+    cache = BatchCache()
+    expected = {}
+    with torch.inference_mode():
+        for i, done in enumerate(model.prefill(contexts)):
+            cache.append(done.layers)
+            if i < 7 or i == batch - 1:
+                expected[i] = plain_steps(plain, contexts[i], tokens[i])
+        for step in range(steps):
+            logits, rows = model.decode([t[step] for t in tokens], cache)
+            for i, (want_logits, want_rows) in expected.items():
+                worst = float((logits[i].log_softmax(-1) - want_logits[step].log_softmax(-1)).abs().max())
+                assert worst <= limit, (batch, step, i, worst)
+                assert rows[i] == want_rows[step]
+    return model
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7, DENSE_MAX_TOKENS + 2])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norm_topk_prob": False, "num_key_value_heads": 6},
+        {"mlp_only_layers": [1]},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
+    ],
+    ids=["plain", "scores-as-they-are", "a-dense-layer", "yarn"],
+)
+def test_lean_decoding_equals_hugging_face(tmp_path, changes, batch):
+    assert assert_decodes_like_plain(random_model(tmp_path, **changes), batch).decoder is not None
+
+
+def test_lean_decoding_goes_on_when_the_cache_and_the_rotary_table_grow(tmp_path):
+    directory = random_model(tmp_path)
+    model, plain = LoadedModel.load(directory, 0, "float32"), plain_model(directory)
+    context, tokens = [(7 * t * t + 3) % 290 for t in range(1021)], [5, 6, 7, 8, 9, 10]
+    logits, rows = plain_steps(plain, context, tokens)
+    cache = BatchCache()
+    with torch.inference_mode():
+        cache.append(model.prefill([context])[0].layers)
+        for token, want, row in zip(tokens, logits, rows, strict=True):
+            got, got_rows = model.decode([token], cache)
+            assert float((got[0].log_softmax(-1) - want.log_softmax(-1)).abs().max()) <= 1e-4
+            assert got_rows == [row]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"use_sliding_window": True, "sliding_window": 64}, "sliding_window 64"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'dynamic'"),
+    ],
+)
+def test_what_lean_decoding_cannot_run_is_decoded_by_hugging_face(tmp_path, changes, reason):
+    model = assert_decodes_like_plain(random_model(tmp_path, **changes), 3)
+    assert model.decoder is None and unsupported_reason(model.model) == reason
+
+
+def test_bf16_is_decoded_by_hugging_face(policies):
+    assert LoadedModel.load(policies[0], 0, "bfloat16").decoder is None
