@@ -447,8 +447,8 @@ def release_message(consumer: ShareConsumer, message: Message) -> None:
 
 
 def commit_offset(consumer: Consumer, topic: str, partition: int, offset: int) -> None:
-    """Commit that everything below `offset` is done, without waiting. `topic`: real name."""
-    consumer.commit(offsets=[TopicPartition(topic, partition, offset)], asynchronous=True)
+    """Commit that everything below `offset` is done. `topic`: real name. Raises ClientError, also in a rebalance."""
+    consumer.commit(offsets=[TopicPartition(topic, partition, offset)], asynchronous=False)
 
 
 #: Say so when a partition's end is reached: records of transactions leave markers that no message shows.

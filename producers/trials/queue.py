@@ -17,6 +17,7 @@ import structlog
 from infra.kafka import (
     SHARE_DELIVERY_LIMIT,
     SHARE_LOCK_SEC,
+    ClientError,
     commit_offset,
     configure_share_group,
     header_type,
@@ -144,56 +145,49 @@ def _place(delivery: Delivery) -> tuple[int, int]:
 
 
 class ConsumerGroupQueue:
-    """A plain consumer group: as many workers as partitions get work; paused while every lane is busy.
+    """A plain consumer group: as many workers as partitions get work, and a partition's offers wait for its worker.
 
-    What is released stays with this worker, and the committed offset stays behind it: seeking a paused partition back
-    would be undone by the resume.
+    What comes in while every lane is busy, and what is released, waits here with the committed offset behind it.
+    Partitions are not paused: a pause outlives a rebalance that takes the partition away and brings it back.
     """
 
     def __init__(self, settings: Settings, group: str) -> None:
         self._consumer = make_consumer(settings, group=group)
         self._topic = topic_name(settings, _TOPIC)
-        self._consumer.subscribe([self._topic])
-        self._paused = False
-        self._returned: deque[Delivery] = deque()
+        self._consumer.subscribe([self._topic], on_revoke=self._forget, on_lost=self._forget)
+        self._waiting: deque[Delivery] = deque()
         self._outstanding: dict[int, set[int]] = {}
 
+    def _forget(self, _: Any, partitions: Sequence[Any]) -> None:
+        gone = {p.partition for p in partitions}
+        self._waiting = deque(d for d in self._waiting if d.message.partition() not in gone)
+        for partition in gone:
+            self._outstanding.pop(partition, None)
+
     def claim(self, limit: int, timeout_sec: float) -> list[Delivery]:
-        out: list[Delivery] = []
-        while self._returned and len(out) < limit:
-            out.append(self._returned.popleft())
-        if out:
-            return out
-        self._pause(limit == 0)
-        for message in self._consumer.consume(max(limit, 1), timeout_sec if limit else 0.0):
+        wait = timeout_sec if limit and not self._waiting else 0.0
+        for message in self._consumer.consume(max(limit, 1), wait):
             if message.error() is not None:
                 log.warning("offer queue", error=message.error().str())
                 continue
             self._outstanding.setdefault(message.partition(), set()).add(message.offset())
-            out.append(Delivery(header_type(message.headers()), message.value() or b"", message))
-        if limit == 0:  # came in while pausing
-            self._returned.extend(out)
-            return []
-        return out
-
-    def _pause(self, pause: bool) -> None:
-        assignment = self._consumer.assignment()
-        if pause and assignment:
-            self._consumer.pause(assignment)
-        elif self._paused and assignment:
-            self._consumer.resume(assignment)
-        self._paused = pause
+            self._waiting.append(Delivery(header_type(message.headers()), message.value() or b"", message))
+        return [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
 
     def acknowledge(self, deliveries: Sequence[Delivery]) -> None:
         ends: dict[int, int] = {}
         for partition, offset in map(_place, deliveries):
-            self._outstanding.get(partition, set()).discard(offset)
-            ends[partition] = max(ends.get(partition, 0), offset + 1)
+            if partition in self._outstanding:  # else it has gone to another worker
+                self._outstanding[partition].discard(offset)
+                ends[partition] = max(ends.get(partition, 0), offset + 1)
         for partition, end in ends.items():
-            commit_offset(self._consumer, self._topic, partition, min(self._outstanding.get(partition) or {end}))
+            try:
+                commit_offset(self._consumer, self._topic, partition, min(self._outstanding[partition] or {end}))
+            except ClientError as exc:  # the group is being rebalanced: whoever reads on sees these offers again
+                log.info("offers not committed", partition=partition, error=str(exc))
 
     def release(self, deliveries: Sequence[Delivery]) -> None:
-        self._returned.extend(deliveries)
+        self._waiting.extend(deliveries)
 
     def close(self) -> None:
         self._consumer.close()
