@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import sys
 import threading
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from infra.config import ConfigError, Resolved, dump_toml, load_settings, replace_key
@@ -29,11 +32,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Reinforcement learning for coding agents as an event-sourced stream over Kafka.",
-    epilog="First look: [bold]rollstream demo[/]. Then: [bold]rollstream status --watch[/], "
+    epilog="Example: [bold]rollstream demo[/]. Then: [bold]rollstream status --watch[/], "
     "[bold]rollstream trace TRIAL[/], [bold]rollstream replay verify[/].",
 )
-config_app = typer.Typer(no_args_is_help=True, help="The run file.")
-replay_app = typer.Typer(no_args_is_help=True, help="Derive again from the log.")
+config_app = typer.Typer(
+    no_args_is_help=True, help="The run file.", epilog="Example: rollstream config show --set schedule.num_steps=20"
+)
+replay_app = typer.Typer(
+    no_args_is_help=True, help="Derive again from the log.", epilog="Example: rollstream replay verify"
+)
 app.add_typer(config_app, name="config")
 app.add_typer(replay_app, name="replay")
 
@@ -66,10 +73,34 @@ def user_errors() -> Iterator[None]:
         yield
     except typer.Exit:
         raise
-    except USER_ERRORS as exc:
-        if type(exc) in (ValueError, RuntimeError, OSError) and not str(exc):
+    except BrokenPipeError:  # `rollstream tail ... | head`: the reader has seen enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (nothing more is said, not even at exit)
+        raise typer.Exit(0) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except Exception as exc:
+        if os.environ.get("ROLLSTREAM_LOG", "").lower() == "debug" or not str(exc):
             raise
-        fail(str(exc))
+        if not isinstance(exc, USER_ERRORS) and not _is_kafka_error(exc):
+            raise
+        fail(escape(describe_error(exc)))
+
+
+def _is_kafka_error(exc: Exception) -> bool:
+    if "infra.kafka" not in sys.modules:
+        return False
+    from infra.kafka import ClientError
+
+    return isinstance(exc, ClientError)
+
+
+def describe_error(exc: Exception) -> str:
+    """The message for a person: a full disk and a Kafka error get the remedy that their own text lacks."""
+    if _is_kafka_error(exc):
+        return f"Kafka: {exc.args[0].str()}; see `rollstream status`, and the broker's log in <data.dir>/logs/kafka.log"
+    if isinstance(exc, OSError) and exc.errno == errno.ENOSPC and "free some space" not in str(exc):
+        return f"{exc.filename or 'a file'}: no space left on the device; free some space and start again: {exc}"
+    return str(exc)
 
 
 def _load(config: Path | None, overrides: list[str] | None) -> Resolved:
@@ -127,11 +158,13 @@ def run(
 ) -> None:
     """Start the stack and every service, and drive a run to its end. Ctrl-C stops; the same command resumes."""
     from infra.local.stack import up as stack_up
+    from infra.run import check_inputs
     from infra.watch import drive
 
     configure_logging(json_lines=False)
     settings = _load(config, set_).settings
     with user_errors():
+        check_inputs(settings)
         stack_up(settings)
         finished, run_id = drive(settings, workers=workers, plain=plain, console=out)
     out.print(f"run {run_id} " + ("finished" if finished else "stopped; the same command resumes it"))
@@ -189,22 +222,30 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep the table on screen.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
-    """Where the run stands: step, solve rates, throughput, trials by outcome, staleness, lag, alerts."""
+    """Where the run stands: step, solve rates, throughput, trials by outcome, staleness, lag, alerts.
+
+    Exit code 1: a part of the stack is not ready. 2: there is nothing to show.
+    """
     from infra.local.stack import stack_status
     from infra.watch import show_status
 
     settings = _load(config, set_).settings
+    if run:
+        settings = replace_key(settings, "run.id", run)
     with user_errors():
+        parts = stack_status(settings)
         if not as_json:
-            print_stack(stack_status(settings))
-        show_status(_run_scoped(settings, run), out, watch=watch, as_json=as_json)
+            print_stack(parts)
+        show_status(settings, out, watch=watch, as_json=as_json)  # without Kafka: what ClickHouse holds
+    raise typer.Exit(0 if all(part.ready for part in parts) else 1)
 
 
-@app.command(epilog="Example: rollstream trace run-20261130-014223-3f9c.t00003.002.05 --text")
+@app.command(epilog="Example: rollstream trace t00003.002.05")
 def trace(
-    trial: Annotated[str, typer.Argument(help="Trial id, or its end (the part after the run id).")],
+    trial: Annotated[str, typer.Argument(help="Trial id, or the end of one of the newest run: t00003.002.05")],
     config: ConfigOption = None,
     set_: SetOption = None,
+    run: Annotated[str, typer.Option("--run", "-r", help="Look for the end of an id in this run.")] = "",
     text: Annotated[bool, typer.Option(help="Show decoded text of each call too.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
@@ -212,6 +253,8 @@ def trace(
     from infra.watch import show_trace
 
     settings = _load(config, set_).settings
+    if run:
+        settings = replace_key(settings, "run.id", run)
     with user_errors():
         show_trace(settings, trial, out, text=text, as_json=as_json)
 

@@ -22,6 +22,9 @@ from streams.pipeline import PIPELINE
 
 log = structlog.get_logger()
 
+#: A proxy whose `rollstream run` was killed drains for a moment before it lets go of its port.
+PROXY_PORT_WAIT_SEC = 5.0
+
 
 @dataclass(frozen=True)
 class RunIdentity:
@@ -66,18 +69,36 @@ def code_version() -> str:
 def check_inputs(settings: Settings) -> None:
     """Raise ValueError, naming the key and the remedy, when the run's inputs do not exist."""
     if settings.engine.kind == "torch":
-        path = Path(settings.policy.path)
-        if not settings.policy.path or not (path / "config.json").is_file():
-            raise ValueError(
-                f"`policy.path` = {settings.policy.path!r}: no model there (config.json is missing); "
-                "set it to a directory with config.json, safetensors and a tokenizer; `rollstream demo` makes one"
-            )
-    if not settings.tasks.train or not Path(settings.tasks.train).exists():
+        check_policy(settings.policy.path)
+    if settings.engine.kind == "scripted" and not Path(settings.engine.script).is_file():
         raise ValueError(
-            f"`tasks.train` = {settings.tasks.train!r}: no such task directory or index; docs/tasks.md shows the layout"
+            f"`engine.script` = {settings.engine.script!r}: no such file; it holds one JSON reply per line"
         )
-    if settings.tasks.held_out and not Path(settings.tasks.held_out).exists():
-        raise ValueError(f"`tasks.held_out` = {settings.tasks.held_out!r}: no such task directory or index")
+    for key, source in (("tasks.train", settings.tasks.train), ("tasks.held_out", settings.tasks.held_out)):
+        if (not source and key == "tasks.train") or not Path(source).exists():
+            raise ValueError(
+                f"`{key}` = {source!r}: no such task directory or index; set it to a directory of Harbor tasks or to "
+                "an index (.parquet); docs/tasks.md shows the layout"
+            )
+
+
+def check_policy(path: str) -> None:
+    """Raise ValueError unless `policy.path` is a directory with configuration, weights and tokenizer."""
+    directory = Path(path).expanduser()
+    missing = ""
+    if not path or not directory.is_dir():
+        missing = "no such directory"
+    elif not (directory / "config.json").is_file():
+        missing = "no model there (config.json is missing)"
+    elif not any(directory.glob("*.safetensors")):
+        missing = "no weights there (*.safetensors is missing); save_pretrained writes them"
+    elif not (directory / "tokenizer.json").is_file():
+        missing = "no tokenizer there (tokenizer.json is missing)"
+    if missing:
+        raise ValueError(
+            f"`policy.path` = {path!r}: {missing}; set it to a directory with config.json, safetensors and a "
+            "tokenizer; `rollstream demo` makes one"
+        )
 
 
 class Run:
@@ -100,6 +121,7 @@ class Run:
         """Record the start, register the tasks, start the services."""
         from producers.tasks.register import register_tasks
 
+        self._check_proxy_port()
         num_tasks = register_tasks(self.settings)  # before RunStarted: the scheduler waits for as many as it names
         writer = EventWriter(self.settings)
         writer.write(
@@ -119,6 +141,26 @@ class Run:
         writer.flush()
         self.supervisor.start()
         threading.Thread(target=self._watch_end, name="run-end", daemon=True).start()
+
+    def _check_proxy_port(self) -> None:
+        """Say who has the proxy's port before anything is written; an earlier proxy of ours gets time to drain."""
+        from infra.local.errors import PortInUseError
+        from infra.local.ports import check_port_free
+
+        if not self.settings.proxy.port:
+            return
+        deadline = time.monotonic() + PROXY_PORT_WAIT_SEC
+        for _, instance in (s for s in self.supervisor.wanted if s[0] == "proxy"):
+            while True:
+                try:
+                    check_port_free(
+                        self.settings.proxy.port + instance, "proxy", "stop it, or set proxy.port to a free port"
+                    )
+                    break
+                except PortInUseError:
+                    if time.monotonic() > deadline:
+                        raise
+                time.sleep(0.1)
 
     def _watch_end(self) -> None:
         from infra.kafka import header_type, make_codec, read_topic

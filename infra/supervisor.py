@@ -56,6 +56,11 @@ class Supervisor:
         self._logs, self._run_file = data / "logs", data / "run" / f"{settings.run.id}.toml"
         self.num_restarts = 0
 
+    @property
+    def wanted(self) -> tuple[tuple[str, int], ...]:
+        """(service, instance) of every process it keeps alive."""
+        return tuple(self._wanted)
+
     def start(self) -> None:
         """Start every service that is not running yet."""
         self._logs.mkdir(parents=True, exist_ok=True)

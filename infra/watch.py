@@ -7,12 +7,17 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from infra import paths
+from infra.config import replace_key
+from infra.kafka import KafkaUnavailableError
+from infra.lag import LagWatch, describe_lag, fetch_lag
 from infra.settings import Settings
 
 #: Seconds between two looks at the views.
@@ -47,6 +52,7 @@ class Progress:
         self._plain = plain or not console.is_terminal
         self._next = 0.0
         self._last = ""
+        self._lag = LagWatch(settings)
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:
@@ -67,12 +73,14 @@ class Progress:
             return
         self._next = now + (PLAIN_SEC if self._plain else REFRESH_SEC)
         status, shown = _status_or_note(self._settings)
+        lag = describe_lag(self._lag.latest())
         if self._live is not None:
-            self._live.update(Group(shown, self._extra()) if self._extra else shown, refresh=True)
+            parts = [shown, *([Text(f"lag  {lag}")] if lag else []), *([self._extra()] if self._extra else [])]
+            self._live.update(Group(*parts), refresh=True)
             return
         from consumers.cli_views import status_line
 
-        line = status_line(status) if status is not None else str(shown)
+        line = status_line(status) + (f" · lag {lag}" if lag else "") if status is not None else str(shown)
         if line != self._last:
             self._last = line
             self._console.print(line, highlight=False, soft_wrap=True)
@@ -107,16 +115,28 @@ def drive(settings: Settings, *, workers: int, plain: bool, console: Console) ->
 
 
 def show_status(settings: Settings, console: Console, *, watch: bool, as_json: bool) -> None:
-    """`rollstream status`. Raises QueryError when the views are not there."""
+    """`rollstream status`; an empty run.id means the newest run. Raises QueryError when the views are not there."""
+    from consumers.cli_views import render_status
     from consumers.clickhouse.queries import fetch_status
 
+    if watch:
+        _watch_status(settings, console)
+        return
+    status = fetch_status(settings, settings.run.id)
+    lag, problem = None, ""
+    try:
+        lag = fetch_lag(settings)
+    except KafkaUnavailableError as exc:
+        problem = str(exc)
     if as_json:
-        status = fetch_status(settings, settings.run.id)
-        sys.stdout.write(json.dumps(dataclasses.asdict(status), default=str) + "\n")
+        plain = dataclasses.asdict(status) | {"lag": lag}
+        sys.stdout.write(json.dumps(plain, default=str) + "\n")
         return
-    if not watch:
-        console.print(_status_or_note(settings)[1])
-        return
+    console.print(render_status(status))
+    console.print(f"lag  {describe_lag(lag) or f'not known: {problem}'}", highlight=False, soft_wrap=True)
+
+
+def _watch_status(settings: Settings, console: Console) -> None:
     from infra.cli import install_stop_signals
 
     stop = install_stop_signals()
@@ -126,7 +146,7 @@ def show_status(settings: Settings, console: Console, *, watch: bool, as_json: b
 
 
 def show_trace(settings: Settings, trial: str, console: Console, *, text: bool, as_json: bool) -> None:
-    """`rollstream trace`. Raises QueryError when no such trial is known."""
+    """`rollstream trace`. Raises QueryError when no such trial is known, or when `trial` ends several ids."""
     from consumers.cli_views import render_trace
     from consumers.clickhouse.queries import fetch_trace
 
@@ -134,5 +154,20 @@ def show_trace(settings: Settings, trial: str, console: Console, *, text: bool, 
     if as_json:
         sys.stdout.write(json.dumps(dataclasses.asdict(found), default=str) + "\n")
         return
-    tokenizer = settings.policy.path if text and settings.policy.path else None
-    console.print(render_trace(found, tokenizer) if tokenizer else render_trace(found))
+    tokenizer = _tokenizer_of(settings, found.run_id) if text else None
+    console.print(render_trace(found, tokenizer))
+    if text and tokenizer is None:
+        console.print("[dim]token ids: the run's policy directory is not here; set policy.path to see text[/]")
+
+
+def _tokenizer_of(settings: Settings, run_id: str) -> str | None:
+    """A directory with the run's tokenizer: policy.path of the run file, else of the run, else its version 0."""
+    from consumers.clickhouse.trace import fetch_policy_path
+
+    if settings.policy.path:
+        return settings.policy.path
+    candidates = [
+        fetch_policy_path(settings, run_id),
+        str(paths.policy_dir(replace_key(settings, "run.id", run_id), 0)),
+    ]
+    return next((c for c in candidates if c and (Path(c) / "tokenizer.json").is_file()), None)

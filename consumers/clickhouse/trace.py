@@ -78,6 +78,15 @@ class Trace:
     routing: Mapping[str, Any] = field(default_factory=dict)
 
 
+_ENDING = """
+SELECT DISTINCT arrayJoin(trial_ids) AS trial_id FROM group_offered FINAL
+WHERE run_id = {run:String} AND endsWith(trial_id, {ending:String}) ORDER BY trial_id LIMIT 50
+"""
+_NEWEST_RUN = "SELECT run_id FROM run_started ORDER BY occurred_at DESC LIMIT 1"
+_POLICY_PATH = """
+SELECT JSONExtractString(argMax(config_json, occurred_at), 'policy', 'path') FROM run_started FINAL
+WHERE run_id = {run:String}
+"""
 _GROUP = """
 SELECT run_id, group_id, task_id, purpose, policy_version, epoch, step, num_trials,
        indexOf(trial_ids, {trial:String}) - 1 AS trial_index, occurred_at
@@ -232,15 +241,43 @@ def _stages(settings: Settings, trial: Mapping[str, str]) -> list[dict[str, Any]
     return sorted(ended + unended, key=lambda row: row["occurred_at"])
 
 
-def fetch_trace(settings: Settings, trial_id: str) -> Trace:
-    """The life of one trial. Raises QueryError when no offer names it."""
-    trial = {"trial": trial_id}
-    offered = _first(ask_dicts(settings, _GROUP, trial))
-    if offered is None:
+#: Candidates that the message for an ambiguous end lists.
+_MAX_CANDIDATES = 10
+
+
+def find_trial(settings: Settings, ending: str) -> str:
+    """The one trial of the run (settings.run.id, else the newest) whose id ends so. Raises QueryError."""
+    newest = [row["run_id"] for row in ask_dicts(settings, _NEWEST_RUN)]
+    run_id = settings.run.id or (str(newest[0]) if newest else "")
+    rows = ask_dicts(settings, _ENDING, {"run": run_id, "ending": ending}) if ending else []
+    found = [str(row["trial_id"]) for row in rows]
+    # Whole parts first: "2.05" means ...002.05 only when no id has the parts 2 and 05.
+    found = [t for t in found if t.endswith(f".{ending}")] or found
+    if len(found) == 1:
+        return found[0]
+    if not found:
         raise QueryError(
-            f"no trial {trial_id!r} was offered (the views are about a second behind); "
-            'ids: rollstream sql "SELECT trial_id, termination_reason FROM trials ORDER BY offered_at DESC LIMIT 20"'
+            f"no trial {ending!r} was offered, and none of run {run_id or '(none)'} ends so (the views are about a "
+            'second behind); ids: rollstream sql "SELECT trial_id, termination_reason FROM trials '
+            'ORDER BY offered_at DESC LIMIT 20"'
         )
+    listed = ", ".join(found[:_MAX_CANDIDATES]) + (", ..." if len(found) > _MAX_CANDIDATES else "")
+    raise QueryError(f"{ending!r} is the end of several trials of run {run_id}; give more of one: {listed}")
+
+
+def fetch_policy_path(settings: Settings, run_id: str) -> str:
+    """`policy.path` with which the run was started last; empty when it is not known. Raises QueryError."""
+    rows = ask_dicts(settings, _POLICY_PATH, {"run": run_id})
+    return str(next(iter(rows[0].values()))) if rows else ""
+
+
+def fetch_trace(settings: Settings, trial_id: str) -> Trace:
+    """The life of one trial, named by its id or the end of it (see `find_trial`). Raises QueryError."""
+    offered = _first(ask_dicts(settings, _GROUP, {"trial": trial_id}))
+    if offered is None:
+        trial_id = find_trial(settings, trial_id)
+        offered = ask_dicts(settings, _GROUP, {"trial": trial_id})[0]
+    trial = {"trial": trial_id}
     group = {"group": str(offered["group_id"])}
     places = {row["call_id"]: row["place"] for row in ask_dicts(settings, _PLACES, trial)}
     calls = [_call(row, places) for row in ask_dicts(settings, _CALLS, trial)]
