@@ -82,11 +82,11 @@ class _Dense:
     """The MLP of a layer without experts, added to the residual [B, H]."""
 
     def __init__(self, mlp: Any) -> None:
-        self._gate_up = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)).detach()
+        self._gate_up_T = torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)).detach().t()
         self._down_T = mlp.down_proj.weight.detach().t()
 
     def __call__(self, x_BH: torch.Tensor, residual_BH: torch.Tensor, _: list[torch.Tensor]) -> torch.Tensor:
-        gate, up = F.linear(x_BH, self._gate_up).chunk(2, -1)
+        gate, up = torch.mm(x_BH, self._gate_up_T).chunk(2, -1)
         return torch.addmm(residual_BH, _silu(gate).mul_(up), self._down_T)
 
 
@@ -98,19 +98,19 @@ class _Experts:
 
     def __init__(self, block: Any) -> None:
         self._grouped = block.experts
-        self._router = block.gate.weight.detach()
+        self._router_T = block.gate.weight.detach().t()
         self._top_k: int = block.gate.top_k
         self._normed: bool = block.gate.norm_topk_prob
         gate_up, down = block.experts.gate_up_proj.detach(), block.experts.down_proj.detach()
         self._num: int = gate_up.shape[0]
         self._size: int = down.shape[2]
-        self._gate_up = gate_up.flatten(0, 1)  # [E * 2I, H]
+        self._gate_up_T = gate_up.flatten(0, 1).t()  # [H, E * 2I]
         self._down_T = down.transpose(1, 2).flatten(0, 1)  # [E * I, H]
-        self._gate_up_each = gate_up.unbind(0)
+        self._gate_up_T_each = gate_up.transpose(1, 2).unbind(0)
         self._down_T_each = self._down_T.split_with_sizes([self._size] * self._num)
 
     def __call__(self, x_BH: torch.Tensor, residual_BH: torch.Tensor, routing: list[torch.Tensor]) -> torch.Tensor:
-        scores_BK, chosen_BK = torch.topk(torch.softmax(F.linear(x_BH, self._router), -1), self._top_k, -1)
+        scores_BK, chosen_BK = torch.topk(torch.softmax(torch.mm(x_BH, self._router_T), -1), self._top_k, -1)
         routing.append(chosen_BK)
         num = x_BH.shape[0]
         if num == 1:
@@ -121,14 +121,14 @@ class _Experts:
             out: torch.Tensor = residual_BH + self._grouped(x_BH, chosen_BK, scores_BK)
             return out
         mix_BE1 = x_BH.new_zeros(num, self._num).scatter_(1, chosen_BK, scores_BK).unsqueeze(-1)
-        gate, up = F.linear(x_BH, self._gate_up).view(num, self._num, 2 * self._size).chunk(2, -1)
+        gate, up = torch.mm(x_BH, self._gate_up_T).view(num, self._num, 2 * self._size).chunk(2, -1)
         inner = _silu(gate).mul_(up).mul_(mix_BE1).view(num, -1)
         return torch.addmm(residual_BH, inner, self._down_T)
 
     def _own(self, x_1H: torch.Tensor, out_1H: torch.Tensor, experts: list[int], scores: list[float]) -> torch.Tensor:
         total = sum(scores) if self._normed else 1.0
         for expert, score in zip(experts, scores, strict=True):
-            gate, up = F.linear(x_1H, self._gate_up_each[expert]).chunk(2, -1)
+            gate, up = torch.mm(x_1H, self._gate_up_T_each[expert]).chunk(2, -1)
             inner = _silu(gate).mul_(up)
             out_1H = torch.addmm(out_1H, inner, self._down_T_each[expert], alpha=score / total)
         return out_1H
@@ -139,7 +139,7 @@ class _Layer:
     """Weights of one layer, as the step uses them."""
 
     norm: _Norm
-    qkv: torch.Tensor  # [(Q + 2G) * D, H]
+    qkv_T: torch.Tensor  # [H, (Q + 2G) * D]
     #: Norm of query and key heads together.
     head_norm: _Norm
     out_T: torch.Tensor  # [Q * D, H]
@@ -166,7 +166,7 @@ class LeanDecoder:
         self._embeddings = model.model.embed_tokens.weight.detach()
         self._layers = [self._layer(layer) for layer in model.model.layers]
         self._norm = _Norm(model.model.norm.weight.detach(), self._eps)
-        self._lm_head = model.lm_head.weight.detach()
+        self._lm_head_T = model.lm_head.weight.detach().t()
 
     def _layer(self, layer: Any) -> _Layer:
         attention = layer.self_attn
@@ -185,7 +185,7 @@ class LeanDecoder:
         moe = isinstance(layer.mlp, modeling.Qwen3MoeSparseMoeBlock)
         return _Layer(
             norm=_Norm(layer.input_layernorm.weight.detach(), self._eps),
-            qkv=qkv,
+            qkv_T=qkv.t(),
             head_norm=_Norm(heads, self._eps),
             out_T=attention.o_proj.weight.detach().t(),
             mlp_norm=_Norm(layer.post_attention_layernorm.weight.detach(), self._eps),
@@ -215,7 +215,7 @@ class LeanDecoder:
         routing: list[torch.Tensor] = []
         x = _rows(self._embeddings, tokens)
         for index, layer in enumerate(self._layers):
-            qkv = F.linear(layer.norm(x), layer.qkv).view(num, heads, size)
+            qkv = torch.mm(layer.norm(x), layer.qkv_T).view(num, heads, size)
             turned, value = qkv.split_with_sizes((rotated, keys), 1)
             turned = layer.head_norm(turned)
             # Rotating half a head by -90 degrees is a roll, with the sign in the table of sines.
@@ -228,7 +228,7 @@ class LeanDecoder:
             )
             x = torch.addmm(x, mixed.reshape(num, -1), layer.out_T)
             x = layer.mlp(layer.mlp_norm(x), x, routing)
-        return F.linear(self._norm(x), self._lm_head), routing
+        return torch.mm(self._norm(x), self._lm_head_T), routing
 
 
 def _rows(table: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
