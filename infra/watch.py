@@ -21,8 +21,8 @@ from infra.lag import LagWatch, describe_lag, fetch_lag
 from infra.settings import Settings
 
 #: Seconds between two looks at the views.
-REFRESH_SEC = 2.0
-PLAIN_SEC = 10.0
+REFRESH_SEC = 5.0
+PLAIN_SEC = 15.0
 
 
 def _status_or_note(settings: Settings) -> tuple[Any, RenderableType]:
