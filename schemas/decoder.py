@@ -7,6 +7,7 @@ Unlike fastavro it refuses a boolean that is neither 0 nor 1 (Avro 1.11 specific
 from __future__ import annotations
 
 import dataclasses
+import enum
 import struct
 import types
 import typing
@@ -39,11 +40,19 @@ def _long_rest(data: bytes, pos: int, first: int) -> tuple[int, int]:
     return value, pos
 
 
-class _Source:
-    """Python source of a decoder, being written. `plain`: nested records become dicts, else dataclasses."""
+class Form(enum.Enum):
+    """What a decoder makes of a record."""
 
-    def __init__(self, plain: bool) -> None:
-        self.plain = plain
+    OBJECTS = enum.auto()  # instances of the event's dataclasses, arrays as tuples
+    DICTS = enum.auto()  # dicts of plain values, arrays as lists
+    VALUES = enum.auto()  # tuples of the values in order of the schema, arrays as lists, text left as UTF-8 bytes
+
+
+class _Source:
+    """Python source of a decoder, being written."""
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
         self.lines: list[str] = []
         self.names: dict[str, Any] = {
             "long_rest": _long_rest,
@@ -70,9 +79,11 @@ class _Source:
         self.lines += ["    " * depth + line for line in lines]
 
     def zigzag(self, depth: int, var: str) -> None:
-        """Read the unsigned value of a varint into `var`."""
-        self.add(depth, f"{var} = data[pos]; pos += 1")
-        self.add(depth, f"if {var} > 127: {var}, pos = long_rest(data, pos, {var})")
+        """Read the unsigned value of a varint into `var`. Two bytes are the usual length of texts and arrays."""
+        self.add(depth, f"{var} = data[pos]; pos += 1", f"if {var} > 127:")
+        self.add(depth + 1, "high = data[pos]")
+        self.add(depth + 1, f"if high < 128: {var} += (high << 7) - 128; pos += 1")
+        self.add(depth + 1, f"else: {var}, pos = long_rest(data, pos, {var})")
 
     def chunk(self, depth: int, where: str) -> None:
         """Read a length and set `stop` to where the bytes of that length end."""
@@ -83,7 +94,7 @@ class _Source:
 
 def _read_string(src: _Source, depth: int, var: str, where: str) -> None:
     src.chunk(depth, where)
-    src.add(depth, f"{var} = data[pos:stop].decode(); pos = stop")
+    src.add(depth, f"{var} = data[pos:stop]{'' if src.form is Form.VALUES else '.decode()'}; pos = stop")
 
 
 def _read_bytes(src: _Source, depth: int, var: str, where: str) -> None:
@@ -128,7 +139,7 @@ def _read(src: _Source, depth: int, tp: Any, var: str, where: str) -> None:
     elif origin in (tuple, dict):
         _read_blocks(src, depth, tp, var, where)
     else:
-        _read_fields(src, depth, tp, var, where + ".", plain=src.plain)
+        _read_fields(src, depth, tp, var, where + ".")
 
 
 def _read_blocks(src: _Source, depth: int, tp: Any, var: str, where: str) -> None:
@@ -145,31 +156,33 @@ def _read_blocks(src: _Source, depth: int, tp: Any, var: str, where: str) -> Non
         _read_string(src, depth + 2, key, where + " key")
     _read(src, depth + 2, typing.get_args(tp)[1 if is_map else 0], item, where + " item")
     src.add(depth + 2, f"{var}[{key}] = {item}" if is_map else f"{var}.append({item})")
-    if not is_map and not src.plain:
+    if not is_map and src.form is Form.OBJECTS:
         src.add(depth, f"{var} = tuple({var})")
 
 
-def _read_fields(src: _Source, depth: int, cls: type, var: str, where: str, *, plain: bool) -> None:
+def _read_fields(src: _Source, depth: int, cls: type, var: str, where: str) -> None:
     hints = typing.get_type_hints(cls, include_extras=True)
     values = {field.name: src.local() for field in dataclasses.fields(cls)}
     for name, value in values.items():
         _read(src, depth, hints[name], value, where + name)
     record = "{" + ", ".join(f"{name!r}: {value}" for name, value in values.items()) + "}"
-    if plain:
+    if src.form is Form.VALUES:
+        src.add(depth, f"{var} = ({', '.join(values.values())},)")
+    elif src.form is Form.DICTS:
         src.add(depth, f"{var} = {record}")
     else:  # the instance takes the dict over: no copy, and what is frozen stays frozen
         src.add(depth, f"{var} = new({src.constant(cls)})", f"set_attribute({var}, '__dict__', {record})")
 
 
-def decoder_function(cls: type, *, plain: bool = False) -> Decoder:
-    """A function (bytes, position of the body) -> (instance of `cls`, position after the body).
+def decoder_function(cls: type, form: Form = Form.OBJECTS) -> Decoder:
+    """A function (bytes, position of the body) -> (the record of `cls` in that form, position after the body).
 
-    With `plain` it gives a dict of plain values, nested records as dicts and arrays as lists. It raises BodyError,
-    IndexError, struct.error or UnicodeDecodeError for bytes that are no such body.
+    It raises BodyError, IndexError, struct.error or UnicodeDecodeError for bytes that are no such body. Form.VALUES
+    leaves it to its caller to check that text is UTF-8.
     """
-    src = _Source(plain)
+    src = _Source(form)
     src.add(0, "def decode(data, pos):", "    end = len(data)")
-    _read_fields(src, 1, cls, "obj", "", plain=plain)
+    _read_fields(src, 1, cls, "obj", "")
     src.add(1, "return obj, pos")
     scope = dict(src.names)
     exec(compile("\n".join(src.lines), f"<decoder of {cls.__name__}>", "exec"), scope)

@@ -48,3 +48,17 @@ def from_record_function(cls: type) -> Callable[[dict[str, Any]], Any]:
         return obj
 
     return build
+
+
+def values_function(cls: type) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """A function from a decoded dict to the field values of `cls` in order, nested records as tuples too."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    nested = {name: values_function(inner) for name, inner in _nested(cls) if inner}
+
+    def value_of(name: str, value: Any) -> Any:
+        inner = nested.get(name)
+        if inner is None or value is None:
+            return value
+        return [inner(item) for item in value] if isinstance(value, list) else inner(value)
+
+    return lambda record: tuple([value_of(name, record[name]) for name in names])

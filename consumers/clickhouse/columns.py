@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import itemgetter
+from itertools import accumulate, chain
 from typing import Any
 
 import pyarrow as pa
@@ -21,8 +21,9 @@ from schemas.avro_types import Schema, derive_schema
 from schemas.base import EVENTS, event_type
 from schemas.packing import PackingError
 
-Row = Mapping[str, Any]
-Build = Callable[[Sequence[Row]], "pa.Array"]
+#: Field name -> its values, one per row; nested records are tuples of their fields, text is UTF-8 bytes or str.
+Columns = Mapping[str, Sequence[Any]]
+Build = Callable[[Columns], "pa.Array"]
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,11 @@ _PACKED_TYPES: dict[str, tuple[str, pa.DataType, int]] = {
     "uint8": ("UInt8", pa.uint8(), 1),
     "bits": ("UInt8", pa.uint8(), 1),
 }
-_BIT_BYTES = [bytes(byte >> i & 1 for i in range(8)) for byte in range(256)]
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its name, ClickHouse type, doc, and how an Arrow array is built from decoded records."""
+    """A column: its name, ClickHouse type, doc, and how an Arrow array is built from decoded values."""
 
     name: str
     type: str
@@ -98,50 +98,64 @@ def table_name(event: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", event).lower()
 
 
-# -- builders: a sequence of records in, an Arrow array out
+# -- builders: columns of values in, an Arrow array out
 
 
 def _plain(name: str, arrow: pa.DataType) -> Build:
-    get = itemgetter(name)
-    return lambda rows: pa.array(list(map(get, rows)), arrow)
+    return lambda columns: pa.array(columns[name], arrow)
 
 
-def _offsets(lengths: Sequence[int]) -> pa.Array:
-    return pa.array(accumulate(lengths, initial=0), pa.int32())
+def _offsets(lengths: Iterable[int]) -> pa.Array:
+    ends = array("i", accumulate(lengths, initial=0))
+    return pa.Array.from_buffers(pa.int32(), len(ends), [None, pa.py_buffer(ends)])
 
 
-def _list_of_chunks(chunks: Sequence[bytes], arrow: pa.DataType, width: int) -> pa.Array:
-    lengths = [len(chunk) // width for chunk in chunks]
+def _list_of_chunks(chunks: Sequence[bytes | memoryview], arrow: pa.DataType, width: int) -> pa.Array:
     data = b"".join(chunks)
-    if sum(lengths) * width != len(data):
-        raise PackingError(f"{len(data)} bytes are no array of {arrow}")
-    values = pa.Array.from_buffers(arrow, sum(lengths), [None, pa.py_buffer(data)])
+    lengths = list(map(len, chunks))
+    if width > 1:
+        if any(num % width for num in lengths):
+            raise PackingError(f"a chunk of bytes is no array of {arrow}")
+        lengths = [num // width for num in lengths]
+    values = pa.Array.from_buffers(arrow, len(data) // width, [None, pa.py_buffer(data)])
     return pa.ListArray.from_arrays(_offsets(lengths), values)
 
 
 def _bits(name: str, length: str) -> Build:
-    def num_bits(row: Row) -> int:
-        value = row[length]
-        return value if isinstance(value, int) else len(value) // 4
+    def build(columns: Columns) -> pa.Array:
+        bitmaps = columns[name]
+        nums = [value if isinstance(value, int) else len(value) // 4 for value in columns[length]]
+        for bitmap, num in zip(bitmaps, nums, strict=True):
+            if len(bitmap) != (num + 7) >> 3:
+                raise PackingError(f"{name}: a bitmap of {num} bits has {(num + 7) >> 3} bytes, not {len(bitmap)}")
+        data = b"".join(bitmaps)
+        bits = pa.Array.from_buffers(pa.bool_(), 8 * len(data), [None, pa.py_buffer(data)]).cast(pa.uint8())
+        if any(num & 7 for num in nums):  # the bits that fill the last byte are no elements
+            expanded = memoryview(bits.buffers()[1])
+            starts = accumulate((8 * len(bitmap) for bitmap in bitmaps), initial=0)
+            chunks = [expanded[start : start + num] for start, num in zip(starts, nums, strict=False)]
+            return _list_of_chunks(chunks, pa.uint8(), 1)
+        return pa.ListArray.from_arrays(_offsets(nums), bits)
 
-    def expand(row: Row) -> bytes:
-        bitmap, num = row[name], num_bits(row)
-        if len(bitmap) != (num + 7) // 8:
-            raise PackingError(f"{name}: a bitmap of {num} bits has {(num + 7) // 8} bytes, not {len(bitmap)}")
-        return b"".join([_BIT_BYTES[byte] for byte in bitmap])[:num]
-
-    return lambda rows: _list_of_chunks([expand(row) for row in rows], pa.uint8(), 1)
+    return build
 
 
 def _experts(name: str) -> Build:
-    def wide(row: Row) -> bytes:
-        if row["dtype"] == "uint16":
-            return row[name]  # type: ignore[no-any-return]
-        out = bytearray(2 * len(row[name]))
-        out[::2] = row[name]
+    def wide(dtype: bytes | str, ids: bytes) -> bytes:
+        if dtype in (b"uint16", "uint16"):
+            return ids
+        out = bytearray(2 * len(ids))
+        out[::2] = ids
         return bytes(out)
 
-    return lambda rows: _list_of_chunks([wide(row) for row in rows], pa.uint16(), 2)
+    def build(columns: Columns) -> pa.Array:
+        dtypes, ids = columns["dtype"], columns[name]
+        if not any(dtype in (b"uint16", "uint16") for dtype in dtypes):  # the usual case: widened all at once
+            narrow = _list_of_chunks(ids, pa.uint8(), 1)
+            return pa.ListArray.from_arrays(narrow.offsets, narrow.values.cast(pa.uint16()))
+        return _list_of_chunks(list(map(wide, dtypes, ids)), pa.uint16(), 2)
+
+    return build
 
 
 def _packed(record: str, name: str, packed: Packed) -> tuple[str, Build]:
@@ -150,7 +164,7 @@ def _packed(record: str, name: str, packed: Packed) -> tuple[str, Build]:
     kind, arrow, width = _PACKED_TYPES[packed.kind]
     if packed.kind == "bits":
         return f"Array({kind})", _bits(name, packed.length)
-    return f"Array({kind})", lambda rows: _list_of_chunks([row[name] or b"" for row in rows], arrow, width)
+    return f"Array({kind})", lambda columns: _list_of_chunks([v or b"" for v in columns[name]], arrow, width)
 
 
 # -- Avro types
@@ -189,7 +203,7 @@ class _Describer:
         if isinstance(avro, dict) and avro["type"] == "map":
             kind, arrow = _PRIMITIVES[avro["values"]]
             arrow_map = pa.map_(pa.string(), arrow)
-            return f"Map(String, {kind})", lambda rows: pa.array([list(r[name].items()) for r in rows], arrow_map)
+            return f"Map(String, {kind})", lambda cols: pa.array([list(v.items()) for v in cols[name]], arrow_map)
         if isinstance(avro, dict) and avro["type"] == "array":
             items = avro["items"]
             if isinstance(items, str) and items in _PRIMITIVES:
@@ -197,15 +211,16 @@ class _Describer:
                 return f"Array({kind})", _plain(name, pa.list_(arrow))
             kind, build = self._record(items)
 
-            def build_list(rows: Sequence[Row]) -> pa.Array:
-                flat = [item for row in rows for item in row[name]]
-                return pa.ListArray.from_arrays(_offsets([len(row[name]) for row in rows]), build(flat))
+            def build_list(columns: Columns) -> pa.Array:
+                lists = columns[name]
+                return pa.ListArray.from_arrays(_offsets(map(len, lists)), build(list(chain.from_iterable(lists))))
 
             return f"Array({kind})", build_list
         kind, build = self._record(avro)
-        return kind, lambda rows: build([row[name] for row in rows])
+        return kind, lambda columns: build(columns[name])
 
-    def _record(self, avro: Any) -> tuple[str, Build]:
+    def _record(self, avro: Any) -> tuple[str, Callable[[Sequence[tuple[Any, ...]]], pa.Array]]:
+        """(ClickHouse type, builder of a struct array from records as tuples)."""
         if isinstance(avro, str):
             avro = self._records[avro.rsplit(".", 1)[-1]]
         self._records[avro["name"]] = avro
@@ -216,7 +231,13 @@ class _Describer:
             kinds.append(kind)
             builds.append(build)
         tuple_type = "Tuple(" + ", ".join(f"{n} {k}" for n, k in zip(names, kinds, strict=True)) + ")"
-        return tuple_type, lambda rows: pa.StructArray.from_arrays([b(rows) for b in builds], names)
+
+        def build_struct(records: Sequence[tuple[Any, ...]]) -> pa.Array:
+            columns: Columns = dict(zip(names, zip(*records, strict=True), strict=True)) if records else no_records
+            return pa.StructArray.from_arrays([build(columns) for build in builds], names)
+
+        no_records: Columns = dict.fromkeys(names, ())
+        return tuple_type, build_struct
 
 
 @functools.cache
@@ -239,14 +260,14 @@ def _expanded_doc(doc: str) -> str:
 
 
 def _is_null(name: str) -> Build:
-    return lambda rows: pa.array([row[name] is None for row in rows], pa.bool_())
+    return lambda columns: pa.array([value is None for value in columns[name]], pa.bool_())
 
 
-def _headers(rows: Sequence[Row]) -> pa.Array:
-    headers = [row["_headers"] for row in rows]
-    flat = [pair for pairs in headers for pair in pairs]
-    keys = pa.array([key for key, _ in flat], pa.string())
-    return pa.MapArray.from_arrays(_offsets(list(map(len, headers))), keys, pa.array([v for _, v in flat], pa.binary()))
+def _headers(columns: Columns) -> pa.Array:
+    headers = columns["_headers"]
+    keys, values = zip(*chain.from_iterable(headers), strict=True) if any(headers) else ((), ())
+    offsets = _offsets(map(len, headers))
+    return pa.MapArray.from_arrays(offsets, pa.array(keys, pa.string()), pa.array(values, pa.binary()))
 
 
 #: Where a row came from; (_partition, _offset) is the row's identity within its topic.
@@ -264,13 +285,21 @@ def table_columns(event: str) -> tuple[Column, ...]:
     return event_columns(event) + RECORD_COLUMNS
 
 
-def to_arrow(event: str, rows: Sequence[Row]) -> pa.Table:
-    """Decoded records (with the `_...` keys of RECORD_COLUMNS) as one Arrow table of the event's raw table.
+@functools.cache
+def value_names(event: str) -> tuple[str, ...]:
+    """Names of the values that make a row: the event's fields, then those of RECORD_COLUMNS."""
+    fields = derive_schema(event_type(event))["fields"]
+    return tuple(f["name"] for f in fields) + tuple(c.name for c in RECORD_COLUMNS)
 
-    Raises PackingError when a packed field does not fit its length.
+
+def to_arrow(event: str, columns: Sequence[Sequence[Any]]) -> pa.Table:
+    """Columns of decoded values, in order of `value_names`, as one Arrow table of the event's raw table.
+
+    Raises PackingError when a packed field does not fit its length, ArrowException for text that is no UTF-8.
     """
-    columns = table_columns(event)
-    return pa.Table.from_arrays([c.build(rows) for c in columns], [c.name for c in columns])
+    named = dict(zip(value_names(event), columns, strict=True))
+    made = table_columns(event)
+    return pa.Table.from_arrays([c.build(named) for c in made], [c.name for c in made])
 
 
 def all_events() -> tuple[str, ...]:

@@ -9,13 +9,14 @@ that window), the raw tables replace rows of equal (_partition, _offset), and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import pyarrow as pa
 
-from consumers.clickhouse.columns import event_columns, table_name, to_arrow
+from consumers.clickhouse.columns import event_columns, table_name, to_arrow, value_names
 from schemas.base import EVENTS
 from schemas.codec import Codec, CodecError, UnknownSchemaError
 from schemas.events import DeadLettered
@@ -23,6 +24,8 @@ from schemas.packing import PackingError
 from streams.runtime.step import Record, make_dead_letter
 
 SERVICE = "sink"
+
+_ROWS_AT_ONCE = 128
 
 #: partition -> [first offset, last offset]
 Bounds = dict[int, tuple[int, int]]
@@ -66,13 +69,65 @@ def schema_tag(event: str) -> str:
     return f"{event}.v{EVENTS[event].VERSION}.{len(event_columns(event))}"
 
 
+class EventRows:
+    """Decoded records of one event type, kept as columns.
+
+    Some rows at a time are turned into columns while they are still in the processor's cache: that takes a tenth of
+    what it takes to collect each column from thousands of rows.
+    """
+
+    def __init__(self, event: str) -> None:
+        names = value_names(event)
+        self._partition = names.index("_partition")
+        self._columns: list[list[Any]] = [[] for _ in names]
+        self._recent: list[tuple[Any, ...]] = []
+        self._records: list[Record] = []
+
+    def append(self, values: tuple[Any, ...], record: Record) -> None:
+        """Add a row: the values of the event's fields, in order of the schema."""
+        self._recent.append(
+            (*values, record.topic, record.partition, record.offset, record.timestamp_ms, record.headers)
+        )
+        self._records.append(record)
+        if len(self._recent) == _ROWS_AT_ONCE:
+            self._turn()
+
+    def _turn(self) -> None:
+        for column, values in zip(self._columns, zip(*self._recent, strict=True), strict=False):
+            column.extend(values)
+        self._recent.clear()
+
+    @property
+    def records(self) -> Sequence[Record]:
+        """What each row was decoded from: should it fit no column, the dead letter needs all of it."""
+        return self._records
+
+    def columns(self) -> list[list[Any]]:
+        """The values, in order of `value_names`."""
+        self._turn()
+        return self._columns
+
+    def only(self, number: int) -> list[list[Any]]:
+        """The columns of one row."""
+        return [column[number : number + 1] for column in self.columns()]
+
+    def keep(self, flags: Sequence[bool]) -> None:
+        """Forget the rows whose flag is false."""
+        self._columns = [list(compress(column, flags)) for column in self.columns()]
+        self._records = list(compress(self._records, flags))
+
+    def drop(self, partition: int) -> None:
+        """Forget the rows of a partition."""
+        self.keep([number != partition for number in self.columns()[self._partition]])
+
+
 @dataclass
 class TopicBatch:
     """Decoded records of one topic, by event type, and the offsets they span."""
 
     topic: str
     bounds: Bounds = field(default_factory=dict)
-    rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    rows: dict[str, EventRows] = field(default_factory=dict)
     num_rows: int = 0
     num_bytes: int = 0
     #: What could not be decoded or fits no column; written with the batch.
@@ -83,17 +138,20 @@ class TopicBatch:
         span = self.bounds.get(record.partition)
         self.bounds[record.partition] = (record.offset if span is None else span[0], record.offset)
 
-    def add(self, event: str, row: dict[str, Any], num_bytes: int) -> None:
+    def add(self, event: str, values: tuple[Any, ...], record: Record, num_bytes: int) -> None:
         """A decoded row."""
-        self.rows.setdefault(event, []).append(row)
+        rows = self.rows.get(event)
+        if rows is None:
+            rows = self.rows[event] = EventRows(event)
+        rows.append(values, record)
         self.num_rows += 1
         self.num_bytes += num_bytes
 
     def drop(self, partition: int) -> None:
         """Forget a partition that is no longer ours."""
         self.bounds.pop(partition, None)
-        for event, rows in self.rows.items():
-            self.rows[event] = [row for row in rows if row["_partition"] != partition]
+        for rows in self.rows.values():
+            rows.drop(partition)
 
     def token(self, event: str) -> str:
         """`topic:partition:first-last:schema`, with one `partition:first-last` per partition of the batch."""
@@ -116,28 +174,22 @@ class Decoder:
         if record.value is None:
             return  # a tombstone of a compacted topic
         try:
-            event, row = self._decode(record, record.value)
+            event, values = self._decode(record, record.value)
         except CodecError as exc:
             if isinstance(exc, UnknownSchemaError) and record.event_type in EVENTS:
                 raise
             batch.dead.append(make_dead_letter(SERVICE, record, exc))
             return
-        row["_topic"] = record.topic
-        row["_partition"] = record.partition
-        row["_offset"] = record.offset
-        row["_timestamp"] = record.timestamp_ms
-        row["_headers"] = record.headers
-        row["_record"] = record  # should the row fit no column, the dead letter needs all of it
-        batch.add(event, row, len(record.value))
+        batch.add(event, values, record, len(record.value))
 
-    def _decode(self, record: Record, value: bytes) -> tuple[str, dict[str, Any]]:
+    def _decode(self, record: Record, value: bytes) -> tuple[str, tuple[Any, ...]]:
         try:
-            return self._codec.decode_record(value)
+            return self._codec.decode_values(value)
         except UnknownSchemaError:
             if record.event_type not in EVENTS:
                 raise
         self._learn()
-        return self._codec.decode_record(value)
+        return self._codec.decode_values(value)
 
 
 _UNFIT = (PackingError, pa.ArrowException, OverflowError)
@@ -146,23 +198,20 @@ _UNFIT = (PackingError, pa.ArrowException, OverflowError)
 def build_tables(batch: TopicBatch) -> Iterator[tuple[str, str, Any]]:
     """(table, token, Arrow table) per event type; a row that fits no column goes to the dead letters."""
     for event, rows in batch.rows.items():
-        if not rows:
-            continue
         try:
-            table = to_arrow(event, rows)
+            table = to_arrow(event, rows.columns())
         except _UNFIT:
-            fitting = [row for row in rows if _fits(event, row, batch.dead)]
-            if not fitting:
-                continue
-            table = to_arrow(event, fitting)
-        yield table_name(event), batch.token(event), table
+            rows.keep([_fits(event, rows, number, batch.dead) for number in range(len(rows.records))])
+            table = to_arrow(event, rows.columns())
+        if table.num_rows:
+            yield table_name(event), batch.token(event), table
 
 
-def _fits(event: str, row: dict[str, Any], dead: list[DeadLettered]) -> bool:
+def _fits(event: str, rows: EventRows, number: int, dead: list[DeadLettered]) -> bool:
     try:
-        to_arrow(event, [row])
+        to_arrow(event, rows.only(number))
     except _UNFIT as exc:
-        dead.append(make_dead_letter(SERVICE, row["_record"], exc))
+        dead.append(make_dead_letter(SERVICE, rows.records[number], exc))
         return False
     return True
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
+import fastavro
 import pytest
 
-from consumers.clickhouse.columns import PACKED, all_events, event_columns, table_columns, table_name, to_arrow
+from consumers.clickhouse.columns import (
+    PACKED,
+    all_events,
+    event_columns,
+    table_columns,
+    table_name,
+    to_arrow,
+    value_names,
+)
 from consumers.clickhouse.generate import RAW_TABLES, render
 from consumers.clickhouse.migrate import MigrationError, load_migrations
 from consumers.clickhouse.sink import (
     Decoder,
+    EventRows,
     Note,
     TopicBatch,
     build_tables,
@@ -21,9 +34,10 @@ from consumers.clickhouse.sink import (
 )
 from schemas.avro_types import derive_schema
 from schemas.base import EVENTS
-from schemas.codec import Codec, UnknownSchemaError
-from schemas.events import ModelCallCompleted
-from schemas.packing import PackingError
+from schemas.codec import Codec, UnknownSchemaError, fingerprint
+from schemas.events import ModelCallCompleted, TrialLeased
+from schemas.ids import EventId
+from schemas.packing import pack_bits, pack_floats, pack_ints
 from streams.runtime.step import Record
 from tests.unit.consumers.synthetic import make_history
 
@@ -97,14 +111,64 @@ def test_every_field_of_every_event_survives() -> None:
         assert {name: row[name] for name in plain} == plain
 
 
+def _changed(event: str, rows: EventRows, **values: Any) -> list[list[Any]]:
+    """The columns of the first row, with other values."""
+    names = value_names(event)
+    return [[values.get(name, column[0])] for name, column in zip(names, rows.only(0), strict=True)]
+
+
 def test_uint16_experts_and_absent_arrays() -> None:
-    batch = next(b for t, b in _decode(make_history(num_steps=1)).items() if t == "routing")
-    row = batch.rows["RoutingRecorded"][0] | {"dtype": "uint16", "expert_ids": b"\x00\x01\xff\x00"}
-    assert to_arrow("RoutingRecorded", [row])["expert_ids"].to_pylist() == [[256, 255]]
-    calls = _decode(make_history(num_steps=1))["model-calls"]
-    failed = calls.rows["ModelCallFailed"][0] | {"sampled_ids": None}
-    table = to_arrow("ModelCallFailed", [failed])
+    batches = _decode(make_history(num_steps=1))
+    narrow = batches["routing"].rows["RoutingRecorded"]
+    wide = _changed("RoutingRecorded", narrow, dtype=b"uint16", expert_ids=b"\x00\x01\xff\x00")
+    assert to_arrow("RoutingRecorded", wide)["expert_ids"].to_pylist() == [[256, 255]]
+    both = [one + other for one, other in zip(wide, narrow.only(0), strict=True)]
+    assert to_arrow("RoutingRecorded", both)["expert_ids"].to_pylist()[1][:9] == [0, 1, 2, 3, 4, 5, 6, 7, 0]
+    failed = _changed("ModelCallFailed", batches["model-calls"].rows["ModelCallFailed"], sampled_ids=None)
+    table = to_arrow("ModelCallFailed", failed)
     assert (table["sampled_ids"].to_pylist(), table["sampled_ids_is_null"].to_pylist()) == ([[]], [True])
+
+
+def test_rows_become_columns_in_their_order_however_many_there_are() -> None:
+    call = next(e for e in make_history(num_steps=1) if isinstance(e, ModelCallCompleted))
+    lengths = [number % 19 for number in range(1_000)]
+    flags = [[(number + i) % 3 == 0 for i in range(num)] for number, num in enumerate(lengths)]
+    batch = _decode(
+        tuple(
+            replace(
+                call,
+                event_id=EventId(str(number)),
+                sampled_ids=pack_ints(range(num)),
+                logprobs=pack_floats([-1.0] * num),
+                logprob_valid=pack_bits(flags[number]),
+            )
+            for number, num in enumerate(lengths)
+        )
+    )["model-calls"]
+    ((_, _, data),) = build_tables(batch)
+    assert data["event_id"].to_pylist() == [str(number) for number in range(1_000)]
+    assert data["_offset"].to_pylist() == list(range(1_000))
+    assert data["sampled_ids"].to_pylist() == [list(range(num)) for num in lengths]
+    assert data["logprob_valid"].to_pylist() == flags
+    assert not batch.dead
+
+
+def test_records_of_an_older_schema_have_the_same_columns() -> None:
+    """They are resolved through fastavro and come as text instead of bytes."""
+    older = derive_schema(TrialLeased) | {"doc": "as written by an older version"}
+    older["fields"] = [*older["fields"], {"name": "gone", "type": "string"}]
+    event = next(e for e in make_history(num_steps=1) if isinstance(e, TrialLeased))
+    body = io.BytesIO()
+    fastavro.schemaless_writer(body, fastavro.parse_schema(copy.deepcopy(older)), asdict(event) | {"gone": "x"})
+    codec, batch = Codec(), TopicBatch("trial-stages")
+    codec.add_schema(older)
+    decoder = Decoder(codec, lambda: None)
+    values = (b"\xc3\x01" + fingerprint(older) + body.getvalue(), codec.encode(event))
+    for offset, value in enumerate(values):
+        decoder.add(batch, Record("trial-stages", 0, offset, b"k", value, (), event.occurred_at))
+    ((_, _, data),) = build_tables(batch)
+    first, second = (row | {"_offset": 0} for row in data.to_pylist())
+    assert first == second
 
 
 def test_a_row_that_fits_no_column_is_a_dead_letter_and_its_neighbours_are_rows() -> None:
@@ -117,8 +181,20 @@ def test_a_row_that_fits_no_column_is_a_dead_letter_and_its_neighbours_are_rows(
     (dead,) = batch.dead
     assert dead.original_offset == 1
     assert "a bitmap of 5 bits has 1 bytes, not 2" in dead.detail
-    with pytest.raises(PackingError):
-        to_arrow("ModelCallCompleted", batch.rows["ModelCallCompleted"])
+
+
+def test_text_that_is_no_utf8_is_a_dead_letter() -> None:
+    good, bad = [e for e in make_history(num_steps=1) if isinstance(e, ModelCallCompleted)][:2]
+    codec, batch = Codec(), TopicBatch("model-calls")
+    broken = codec.encode(bad).replace(bad.response_json.encode()[:2], b"\xff\xfe")
+    decoder = Decoder(codec, lambda: None)
+    for offset, value in enumerate((broken, codec.encode(good))):
+        decoder.add(batch, Record("model-calls", 0, offset, b"k", value))
+    ((_, _, data),) = build_tables(batch)
+    assert data["_offset"].to_pylist() == [1]
+    (dead,) = batch.dead
+    assert (dead.original_offset, dead.original_value) == (0, broken)
+    assert "UTF8" in dead.detail.upper()
 
 
 def test_what_is_no_event_is_a_dead_letter_unless_its_header_names_a_newer_schema() -> None:
