@@ -25,7 +25,7 @@ demo-long: .venv/.demo ## The longer recipe
 	@$(BIN)/rollstream demo --long --seed $(SEED)
 
 test: .venv/.test ## All tests, with a real broker, engine, harness and sandboxes
-	@$(BIN)/python -m pytest tests -m "not compose and not long"
+	@$(BIN)/python -m pytest tests -m "not compose and not long" -n 3 --dist loadfile
 
 test-compose: .venv/.test ## infra/compose.yaml on a real Docker engine (root)
 	@$(BIN)/python -m pytest tests/integration -m compose
