@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from infra import paths
 from infra.config import replace_key
 from infra.kafka import KafkaUnavailableError
 from infra.lag import LagWatch, describe_lag, fetch_lag
+from infra.local.process import running_process
 from infra.settings import Settings
 
 #: Seconds between two looks at the views.
@@ -86,6 +88,52 @@ class Progress:
             self._console.print(line, highlight=False, soft_wrap=True)
 
 
+#: Below this much space on the data directory's disk a run says so; the broker needs some to go on.
+LOW_SPACE_BYTES = 128 * 1024 * 1024
+_LOOK_SEC = 2.0
+
+
+class StackWatch:
+    """Says, once each, when a part of the local stack has ended under a run, or when its disk fills up."""
+
+    def __init__(self, settings: Settings, console: Console) -> None:
+        self._settings, self._console = settings, console
+        self._said: set[str] = set()
+        self._next = 0.0
+
+    def tick(self) -> None:
+        """Look again when it is time."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + _LOOK_SEC
+        problems = dict(self._find())
+        for what in problems.keys() - self._said:
+            self._console.print(f"[bold yellow]warning:[/] {problems[what]}", highlight=False, soft_wrap=True)
+        for what in self._said - problems.keys():
+            self._console.print(f"{what}: well again", highlight=False)
+        self._said = set(problems)
+
+    def _find(self) -> Iterator[tuple[str, str]]:
+        run_dir = paths.run_dir(self._settings)
+        configured = {"kafka": self._settings.kafka.bootstrap, "clickhouse": self._settings.clickhouse.url}
+        for name, elsewhere in configured.items():
+            if not elsewhere and running_process(run_dir, name) is None:
+                log = paths.logs_dir(self._settings) / f"{name}.log"
+                yield (
+                    name,
+                    f"{name} ended unexpectedly; see {log}; the services wait for it: "
+                    "`rollstream up` with this configuration starts it again, and the run goes on",
+                )
+        free = shutil.disk_usage(paths.data_dir(self._settings)).free
+        if free < LOW_SPACE_BYTES:
+            yield (
+                "disk space",
+                f"only {free >> 20} MiB free in {paths.data_dir(self._settings)}; free some space: a service that "
+                "cannot write ends and is started again, and what was committed stays",
+            )
+
+
 def drive(settings: Settings, *, workers: int, plain: bool, console: Console) -> tuple[bool, str]:
     """Run the services until the run ends or a signal comes; returns (finished, run id)."""
     from infra.cli import install_stop_signals
@@ -97,10 +145,16 @@ def drive(settings: Settings, *, workers: int, plain: bool, console: Console) ->
     console.print(f"{'resuming' if run.identity.resumed else 'starting'} run [bold]{run_id}[/]")
     finished = False
     failure: Exception | None = None
+    stack = StackWatch(run.settings, console)
     run.start()
     try:
         with Progress(run.settings, console, plain=plain) as progress:
-            finished = run.wait(stop.is_set, progress.tick)
+
+            def look() -> None:
+                progress.tick()
+                stack.tick()
+
+            finished = run.wait(stop.is_set, look)
             if finished:
                 run.wait_for_sink()
     except Exception as exc:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -14,6 +15,10 @@ from schemas.events.training import FileDigest
 TEMPORARY_PREFIX = ".writing-"
 
 _READ_BYTES = 1 << 20
+
+
+class DiskFullError(OSError):
+    """A directory could not be written for want of space: names it, what is free and the remedy."""
 
 
 class DigestError(RuntimeError):
@@ -58,19 +63,35 @@ def _sync(path: Path) -> None:
 def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
     """Let `fill` write a directory and put it at `target` in one step, durably; what was there is replaced.
 
-    After a crash `target` is either complete or as before. Only one process may write below the parent.
+    After a crash `target` is either complete or as before. Only one process may write below the parent. Raises
+    DiskFullError, with nothing left behind, when there is no space.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f"{TEMPORARY_PREFIX}{target.name}"
-    remove_directory(temporary)
-    temporary.mkdir()
-    fill(temporary)
-    for path in temporary.iterdir():
-        _sync(path)
-    _sync(temporary)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_directory(temporary)
+        temporary.mkdir()
+        fill(temporary)
+        for path in temporary.iterdir():
+            _sync(path)
+        _sync(temporary)
+    except Exception as exc:
+        if not _is_disk_full(exc):
+            raise
+        remove_directory(temporary)
+        raise DiskFullError(
+            f"{target}: no space left on the device to write it; free some space, or move data.dir to a larger disk, "
+            "and start again: nothing that was committed is lost, what was being written is done again"
+        ) from exc
     remove_directory(target)
     temporary.rename(target)
     _sync(target.parent)
+
+
+def _is_disk_full(exc: Exception) -> bool:
+    if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return f"(os error {errno.ENOSPC})" in str(exc)  # safetensors reports the error of its writer as text
 
 
 def remove_directory(path: Path) -> None:
