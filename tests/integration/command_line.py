@@ -79,16 +79,17 @@ def assert_refused(done: subprocess.CompletedProcess[str], *parts: str, code: in
 def read_until(process: subprocess.Popen[str], text: str, timeout_sec: float = TIMEOUT_SEC) -> str:
     """What the process prints up to the line with `text`; fails when it ends, or does not say it in time."""
     assert process.stdout is not None
-    seen: list[str] = []
+    pipe = process.stdout.fileno()
+    seen = b""
     deadline = time.monotonic() + timeout_sec
-    os.set_blocking(process.stdout.fileno(), True)
-    while time.monotonic() < deadline:
-        line = process.stdout.readline()
-        seen.append(line)
-        if text in line:
-            return "".join(seen)
-        assert line, f"ended without {text!r}: {''.join(seen)}"
-    raise AssertionError(f"no {text!r} within {timeout_sec:.0f} s: {''.join(seen)}")
+    # Byte by byte: what follows the line stays in the pipe for whoever reads on.
+    while not (seen.endswith(b"\n") and text in seen.splitlines()[-1].decode("utf-8", "replace")):
+        left = deadline - time.monotonic()
+        assert left > 0 and select.select([pipe], [], [], left)[0], f"no {text!r} in {timeout_sec:.0f} s: {seen!r}"
+        byte = os.read(pipe, 1)
+        assert byte, f"ended without {text!r}: {seen.decode('utf-8', 'replace')}"
+        seen += byte
+    return seen.decode("utf-8", "replace")
 
 
 def on_a_terminal(arguments: Sequence[str], settings: Settings, until: Sequence[str], timeout_sec: float = 60.0) -> str:
