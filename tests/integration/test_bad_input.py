@@ -369,7 +369,7 @@ class SmallDisk:
         """(exit code, output) of a shell command on the disk."""
         assert self._shell.stdin is not None and self._shell.stdout is not None
         try:
-            self._shell.stdin.write(f"( {command} ) 2>&1; echo; echo :$?:\n")
+            self._shell.stdin.write(f"( {command} ) 2>&1; code=$?; echo; echo :$code:\n")
             self._shell.stdin.flush()
         except BrokenPipeError:  # unshare was refused
             return 1, "unshare was refused"
@@ -437,7 +437,14 @@ def test_a_full_disk_loses_no_committed_step(good: Settings, tmp_path: Path) -> 
         code, said = command_on(disk, settings, "serve", "learner", until=lambda: len(steps_of(settings)) == 1)
         assert code == 0 and len(steps_of(settings)) == 1, said
 
-        disk.run(f"cat /dev/zero > {tmp_path}/data/filler")  # until it is full
+        filler = tmp_path / "data" / "filler"
+        disk.run(f"cat /dev/zero > {filler}")  # until it is full
+        code, said = disk.run(
+            " ".join([sys.executable, "-m", "infra.cli", "serve", "learner", "--config", str(tmp_path / "run.toml")])
+        )
+        assert code == 2 and "no space left on the device; free some space" in said and "Traceback" not in said, said
+
+        disk.run(f"truncate -s -16K {filler}")  # room for a start, not for a checkpoint
         settings = replace(settings, schedule=replace(settings.schedule, num_steps=3))
         code, said = command_on(disk, settings, "serve", "learner", until=lambda: len(steps_of(settings)) > 1)
         assert code == 2, said
@@ -446,7 +453,7 @@ def test_a_full_disk_loses_no_committed_step(good: Settings, tmp_path: Path) -> 
             assert part in said, said
         assert len(steps_of(settings)) == 1
 
-        disk.run(f"rm {tmp_path}/data/filler")
+        disk.run(f"rm {filler}")
         code, said = command_on(disk, settings, "serve", "learner", until=lambda: len(steps_of(settings)) == 3)
         assert code == 0, said
         steps = steps_of(settings)
