@@ -209,19 +209,6 @@ class Codec:
             raise CodecError(f"{reader.name}: {len(data) - end} bytes left over after the record")
         return event  # type: ignore[no-any-return]
 
-    def decode_record(self, data: bytes) -> tuple[str, dict[str, Any]]:
-        """(event type, fields as plain values, nested records as dicts): for readers that make columns of them."""
-        reader, start = self._readers.get(data[:10]), 10
-        if reader is None:
-            reader, start = self._other_reader(data)
-        try:
-            record, end = reader.read_plain(data, start)
-        except Exception as exc:
-            raise _body_error(reader, exc) from exc
-        if end != len(data):
-            raise CodecError(f"{reader.name}: {len(data) - end} bytes left over after the record")
-        return reader.name, record
-
     def decode_values(self, data: bytes) -> tuple[str, tuple[Any, ...]]:
         """(event type, field values in order of the newest schema), the quickest form, for readers of whole columns.
 

@@ -92,9 +92,21 @@ class _Source:
         self.add(depth, f"if n & 1 or stop > end: refuse({where!r}, 'a length beyond the end')")
 
 
+def _read_quickly(src: _Source, depth: int, var: str, where: str) -> None:
+    """Bytes as `_read_bytes` reads them. One beyond the end is found by the next read, or by whoever compares ends."""
+    src.add(depth, "n = data[pos]", "if n & 129:")  # of more than 63 bytes, or of a negative length
+    src.chunk(depth + 1, where)
+    src.add(depth + 1, f"{var} = data[pos:stop]; pos = stop")
+    src.add(depth, "else:")
+    src.add(depth + 1, f"start = pos + 1; pos = start + (n >> 1); {var} = data[start:pos]")
+
+
 def _read_string(src: _Source, depth: int, var: str, where: str) -> None:
-    src.chunk(depth, where)
-    src.add(depth, f"{var} = data[pos:stop]{'' if src.form is Form.VALUES else '.decode()'}; pos = stop")
+    if src.form is Form.VALUES:
+        _read_quickly(src, depth, var, where)
+    else:
+        src.chunk(depth, where)
+        src.add(depth, f"{var} = data[pos:stop].decode(); pos = stop")
 
 
 def _read_bytes(src: _Source, depth: int, var: str, where: str) -> None:
@@ -104,7 +116,7 @@ def _read_bytes(src: _Source, depth: int, var: str, where: str) -> None:
 
 def _read_long(src: _Source, depth: int, var: str, where: str) -> None:
     src.zigzag(depth, var)
-    src.add(depth, f"{var} = ({var} >> 1) ^ -({var} & 1)")
+    src.add(depth, f"{var} = ~({var} >> 1) if {var} & 1 else {var} >> 1")
 
 
 def _read_double(src: _Source, depth: int, var: str, where: str) -> None:
