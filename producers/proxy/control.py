@@ -21,7 +21,7 @@ from typing import Any
 import structlog
 
 from producers.proxy.recorder import NotRecordedError
-from producers.proxy.sessions import Session, SessionError, Sessions
+from producers.proxy.sessions import DuplicateSessionError, Session, SessionError, Sessions
 
 log = structlog.get_logger()
 
@@ -160,6 +160,8 @@ class _Connection:
                     return await self._close()
                 case other:
                     raise SessionError(f"unknown op {other!r}; known: open, close")
+        except DuplicateSessionError as exc:
+            return {"ok": False, "error": str(exc), "code": "duplicate_attempt"}
         except (SessionError, NotRecordedError) as exc:
             return {"ok": False, "error": str(exc)}
         except ValueError as exc:

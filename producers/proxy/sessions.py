@@ -16,6 +16,10 @@ class SessionError(ValueError):
     """A control message that cannot be followed: names the field and the remedy."""
 
 
+class DuplicateSessionError(SessionError):
+    """The attempt has, or had, a session here."""
+
+
 @dataclass
 class Counts:
     """What a session reports when it is closed."""
@@ -118,16 +122,21 @@ class Sessions:
 
     def __init__(self) -> None:
         self._by_trial: dict[str, list[Session]] = {}
+        #: Attempts ever opened here: a second session would record calls under ids that exist already.
+        self._seen: set[tuple[str, int]] = set()
 
     def __len__(self) -> int:
         return sum(map(len, self._by_trial.values()))
 
     def add(self, session: Session) -> None:
-        """Open. Raises SessionError when this attempt is open already."""
-        others = self._by_trial.setdefault(session.trial_id, [])
-        if any(s.attempt == session.attempt for s in others):
-            raise SessionError(f"open: attempt {session.attempt} of trial {session.trial_id} is open already")
-        others.append(session)
+        """Open. Raises DuplicateSessionError when this attempt is open, or was: it was handed out twice."""
+        attempt = (session.trial_id, session.attempt)
+        if attempt in self._seen:
+            raise DuplicateSessionError(
+                f"open: attempt {session.attempt} of trial {session.trial_id} is open already, or was"
+            )
+        self._seen.add(attempt)
+        self._by_trial.setdefault(session.trial_id, []).append(session)
 
     def remove(self, session: Session) -> None:
         """Forget a session; no-op when it is not open."""

@@ -17,7 +17,7 @@ from infra.settings import TrialsSection
 from producers.tasks.harbor import Task, TaskError
 from producers.trials.harnesses.base import ExitFacts, Harness
 from producers.trials.pool import SandboxPool
-from producers.trials.proxy_client import CaptureFacts, CaptureSession, ProxyError, base_url
+from producers.trials.proxy_client import CaptureFacts, CaptureSession, DuplicateAttemptError, ProxyError, base_url
 from producers.trials.sandboxes.bubblewrap import SandboxLostError, TrialProcess, TrialResult
 from producers.trials.verifier.diff_filter import FilteredPatch, filter_changes
 from producers.trials.verifier.grader import GRADER_ID, Grade, GradeTimeoutError
@@ -61,6 +61,8 @@ class _Facts:
     patch: FilteredPatch | None = None
     notes: list[str] = field(default_factory=list)
     rewards: list[Event] = field(default_factory=list)
+    #: The attempt belongs to another claim.
+    duplicate: bool = False
 
 
 class StageFailedError(Exception):
@@ -85,7 +87,8 @@ class AttemptRunner:
     def run(self, claim: Claim) -> list[Event]:
         """Run the attempt. Stage events go to `emit`; the grade and AttemptFinished are returned: write them together.
 
-        Does not raise for a trial's sake.
+        Does not raise for a trial's sake. Returns nothing when the queue handed the attempt out twice: the claim that
+        opened it at the proxy reports it.
         """
         facts = _Facts()
         with contextlib.suppress(StageFailedError):
@@ -96,7 +99,7 @@ class AttemptRunner:
             self._verify(claim, facts, task, tree, result)
         with contextlib.suppress(StageFailedError), self._stage(claim, facts, "cleanup"):
             pass  # the overlay went with the trial's namespaces; the stage says that nothing is held any more
-        return [*facts.rewards, self._finished(claim, facts)]
+        return [] if facts.duplicate else [*facts.rewards, self._finished(claim, facts)]
 
     # -- stages
 
@@ -133,7 +136,8 @@ class AttemptRunner:
                     raise ProxyError("the sandbox gave no listening socket")
                 with listener:
                     session = CaptureSession.open(self._proxy_socket, offer, token, listener, timeout)
-            except BaseException:
+            except BaseException as exc:
+                facts.duplicate = isinstance(exc, DuplicateAttemptError)
                 process.abandon()
                 raise
             facts.setup_ok = facts.opened = True

@@ -17,6 +17,10 @@ class ProxyError(RuntimeError):
     """The capture proxy refused, or is gone."""
 
 
+class DuplicateAttemptError(ProxyError):
+    """The attempt was opened by another claim: the queue handed it out twice, and that claim reports it."""
+
+
 @dataclass(frozen=True)
 class CaptureFacts:
     """What the proxy recorded in a session, every call acknowledged by the log."""
@@ -75,6 +79,9 @@ class CaptureSession:
             socket.send_fds(sock, [json.dumps(message).encode() + b"\n"], [listener.fileno()])
             session = cls(sock)
             session._answer("open")
+        except DuplicateAttemptError:
+            sock.close()
+            raise
         except (OSError, ProxyError) as exc:
             sock.close()
             raise ProxyError(f"the capture proxy at {path} did not open a session: {exc}") from exc
@@ -112,6 +119,8 @@ class CaptureSession:
             self._rest += data
         line, self._rest = self._rest.split(b"\n", 1)
         answer: dict[str, Any] = json.loads(line)
+        if answer.get("code") == "duplicate_attempt":
+            raise DuplicateAttemptError(str(answer.get("error")))
         if not answer.get("ok"):
             raise ProxyError(f"{what} was refused: {answer.get('error', answer)}")
         return answer

@@ -366,12 +366,18 @@ async def test_control_messages_that_make_no_sense(settings, policy):
             assert "not a listening TCP socket" in reply["error"]
         assert await worker.open("t") == {"ok": True}
         other = Worker(proxy_socket_path(settings, 0))
-        assert "open already" in (await other.open("t"))["error"]
+        refused = await other.open("t")
+        assert "open already" in refused["error"]
+        assert refused["code"] == "duplicate_attempt"
         assert await other.open("t", attempt=2, token="second") == {"ok": True}  # the next attempt may overlap
         with pytest.raises(RuntimeError, match="another proxy"):
             async with running(settings, scripted(policy, ScriptEntry(text="x"))):
                 pass
         assert len(proxy.sessions) == 2
+        assert (await worker.close_session())["ok"]
+        again = Worker(proxy_socket_path(settings, 0))
+        assert (await again.open("t"))["code"] == "duplicate_attempt", "its calls' ids exist already"
+        again.hang_up()
         worker.hang_up()
         other.hang_up()
 

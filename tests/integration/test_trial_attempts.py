@@ -129,6 +129,16 @@ def test_a_proxy_that_loses_the_session_leaves_the_capture_broken(
     assert attempt.end.setup_ok and attempt.end.agent_exit_code == 0
 
 
+def test_an_attempt_that_was_handed_out_twice_is_reported_once(pool: SandboxPool, task: Task, tmp_path: Path) -> None:
+    claim = Claim(make_offer(task), "lease", "worker/0")
+    with ScriptedProxy(tmp_path / "p.sock", lambda trial, call: SUBMIT) as proxy:
+        proxy.refuse_duplicates = True
+        runner = AttemptRunner(SETTINGS, MiniSweAgent(), pool, GradeCache(), tmp_path / "p.sock", lambda event: None)
+        first, second = runner.run(claim), runner.run(claim)
+    assert [type(e) for e in first] == [RewardGraded, AttemptFinished]
+    assert second == []
+
+
 def test_a_diff_that_never_ends_is_a_verifier_timeout(pool: SandboxPool, task: Task, tmp_path: Path) -> None:
     attack = f"printf 'while True:\\n    pass\\n' > ops.py && {SUBMIT}"
     attempt = scripted(pool, task, tmp_path, attack, verify_timeout_sec=3.0)

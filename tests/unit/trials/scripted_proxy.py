@@ -24,6 +24,7 @@ class ScriptedProxy:
         self.sessions: list[dict[str, Any]] = []
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         self.fail_close = False
+        self.refuse_duplicates = False
         self._selector = selectors.DefaultSelector()
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(str(path))
@@ -65,6 +66,11 @@ class ScriptedProxy:
         for line in data.splitlines():
             message = json.loads(line)
             if message["op"] == "open":
+                opened = {(m["trial_id"], m["attempt"]) for m in self.sessions}
+                if self.refuse_duplicates and (message["trial_id"], message["attempt"]) in opened:
+                    socket.socket(fileno=fds[0]).close()
+                    sock.sendall(b'{"ok":false,"error":"open already","code":"duplicate_attempt"}\n')
+                    continue
                 state |= message | {"listener": socket.socket(fileno=fds[0])}
                 self.sessions.append(message)
                 state["listener"].setblocking(False)
