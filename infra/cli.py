@@ -62,7 +62,7 @@ USER_ERRORS = (ConfigError, ValueError, RuntimeError, OSError)
 
 def fail(message: str, code: int = 2) -> NoReturn:
     """Print an error for a person and exit."""
-    err.print(f"[bold red]error:[/] {message}", highlight=False, soft_wrap=True)
+    err.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
     raise typer.Exit(code)
 
 
@@ -83,7 +83,7 @@ def user_errors() -> Iterator[None]:
             raise
         if not isinstance(exc, USER_ERRORS) and not _is_kafka_error(exc):
             raise
-        fail(escape(describe_error(exc)))
+        fail(describe_error(exc))
 
 
 def _is_kafka_error(exc: Exception) -> bool:

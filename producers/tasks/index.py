@@ -98,6 +98,9 @@ def load_indexed_tasks(file: str | Path) -> list[Task]:
         if row.task_id in seen:
             raise TaskError(Path(file), f"task id {row.task_id!r} appears twice", "give each task an id of its own")
         seen.add(row.task_id)
+        if not row.path.is_dir():
+            what = f"task {row.task_id!r}: its directory {row.path} is gone"
+            raise TaskError(Path(file), what, "put it back (paths are relative to the index), or write the index again")
         task = load_task(row.path)
         if task.digest != row.digest:
             remedy = "write the index again if the change is meant"

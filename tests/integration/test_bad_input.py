@@ -172,7 +172,7 @@ def test_tasks_that_cannot_be_used(good: Settings, parts: Path, tmp_path: Path) 
     refused_run(replace(good, tasks=TasksSection(train=str(task))), str(task), "tests")
     refused_run(with_index, task.name, "tests")
     shutil.rmtree(task)
-    refused_run(with_index, str(task), "no task.toml")
+    refused_run(with_index, str(index), str(task), "is gone", "write the index again")
     (tmp_path / "pool" / "empty").mkdir()
     empty = TasksSection(train=str(tmp_path / "pool" / "empty"))
     refused_run(replace(good, tasks=empty), "holds no task", "task.toml, instruction.md")
@@ -198,9 +198,9 @@ def test_ports_that_are_taken(good: Settings, taken: int) -> None:
     assert_refused(rollstream("up", settings=local), "Kafka", who, "kafka.port")
     front = replace(good, clickhouse=ClickHouseSection(port=taken))
     assert_refused(rollstream("up", settings=front), "ClickHouse", who, "clickhouse.port")
+    assert not any(part.process for part in stack_status(local))
     proxy = replace(good, proxy=ProxySection(port=taken))
     refused_run(proxy, "proxy", who, "proxy.port")
-    assert not any(part.process for part in stack_status(local))
 
 
 def test_a_data_directory_that_cannot_be_written(good: Settings, tmp_path: Path) -> None:
@@ -211,13 +211,17 @@ def test_a_data_directory_that_cannot_be_written(good: Settings, tmp_path: Path)
         assert_refused(done, str(tmp_path / "file" / "data"), "set data.dir to a directory that can be written")
 
 
-def test_a_data_directory_without_permission(good: Settings, tmp_path: Path) -> None:
-    closed = tmp_path / "closed"
-    closed.mkdir(mode=0o555)
-    settings = replace(good, data=DataSection(dir=str(closed / "data")))
-    if os.geteuid() == 0:  # root may write anywhere: be someone else, who may read the checkout or be refused earlier
-        pytest.skip("root may write into any directory; run the tests as an ordinary user for this one")
-    assert_refused(rollstream("up", settings=settings), str(closed), "set data.dir to a directory that can be written")
+def test_a_data_directory_on_a_read_only_disk(good: Settings, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "run.toml").write_text(dump_toml(good))
+    disk = SmallDisk(tmp_path / "data", size_mb=1)
+    try:
+        disk.run(f"mount -o remount,ro {tmp_path / 'data'}")
+        code, said = disk.run(f"{sys.executable} -m infra.cli up --config {tmp_path / 'run.toml'}")
+    finally:
+        disk.close()
+    assert code == 2 and "Traceback" not in said, said
+    assert f"{tmp_path}/data/run: Read-only file system; set data.dir to a directory that can be written" in said
 
 
 def test_a_data_directory_of_another_stack(good: Settings) -> None:
