@@ -132,7 +132,7 @@ def up(config: ConfigOption = None, set_: SetOption = None) -> None:
     """Start the local stack: Kafka and the ClickHouse engine, on loopback."""
     from infra.local.stack import up as stack_up
 
-    configure_logging(json_lines=False)
+    configure_logging(json_lines=False, default_level="warning")
     settings = _load(config, set_).settings
     with user_errors():
         info = stack_up(settings)
@@ -161,7 +161,7 @@ def run(
     from infra.run import check_inputs
     from infra.watch import drive
 
-    configure_logging(json_lines=False)
+    configure_logging(json_lines=False, default_level="warning")
     settings = _load(config, set_).settings
     with user_errors():
         check_inputs(settings)
@@ -285,7 +285,7 @@ def replay_verify(config: ConfigOption = None, set_: SetOption = None, run: RunO
     """Derive trajectories, admissions and groups again from the source topics and compare byte for byte."""
     from infra.verify import verify_run
 
-    configure_logging(json_lines=False)
+    configure_logging(json_lines=False, default_level="warning")
     settings = _load(config, set_).settings
     with user_errors():
         differences = verify_run(_run_scoped(settings, run), out)
@@ -321,7 +321,7 @@ def demo(
     """Make a task pool and a tiny policy, train it on real harness trials, show the curve. Resumes after Ctrl-C."""
     from infra.demo.demo import run_demo, verify_demo
 
-    configure_logging(json_lines=False)
+    configure_logging(json_lines=False, default_level="warning")
     with user_errors():
         if verify:
             raise typer.Exit(min(1, verify_demo(out, config=config, overrides=set_ or [], long=long, seed=seed)))

@@ -10,10 +10,10 @@ from typing import Any
 import structlog
 
 
-def configure_logging(service: str = "", *, json_lines: bool | None = None) -> None:
-    """Log to stderr. JSON unless stderr is a terminal; `ROLLSTREAM_LOG` sets the level (default info)."""
+def configure_logging(service: str = "", *, json_lines: bool | None = None, default_level: str = "info") -> None:
+    """Log to stderr. JSON unless stderr is a terminal; `ROLLSTREAM_LOG` sets the level."""
     as_json = not sys.stderr.isatty() if json_lines is None else json_lines
-    level = getattr(logging, os.environ.get("ROLLSTREAM_LOG", "info").upper(), logging.INFO)
+    level = getattr(logging, os.environ.get("ROLLSTREAM_LOG", default_level).upper(), logging.INFO)
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
