@@ -99,7 +99,8 @@ def describe_error(exc: Exception) -> str:
     if _is_kafka_error(exc):
         return f"Kafka: {exc.args[0].str()}; see `rollstream status`, and the broker's log in <data.dir>/logs/kafka.log"
     if isinstance(exc, OSError) and exc.errno == errno.ENOSPC and "free some space" not in str(exc):
-        return f"{exc.filename or 'the data directory (data.dir)'}: no space left on the device; free some space and start again: {exc}"
+        where = exc.filename or "the data directory (data.dir)"
+        return f"{where}: no space left on the device; free some space and start again: {exc}"
     return str(exc)
 
 

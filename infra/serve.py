@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
+from infra.kafka import check_cluster
 from infra.logging import configure_logging
 from infra.settings import Settings
 from streams.pipeline import BY_NAME
@@ -26,7 +27,10 @@ def follow_parent(parent: int, stop: threading.Event) -> None:
 
 
 def run_service(settings: Settings, name: str, instance: int = 0, parent: int | None = None) -> None:
-    """Run a service until SIGTERM or SIGINT. Raises KeyError for an unknown name."""
+    """Run a service until SIGTERM or SIGINT.
+
+    Raises KeyError for an unknown name, and KafkaUnavailableError when it was started by hand and no Kafka answers.
+    """
     service = BY_NAME[name]
     stop = threading.Event()
 
@@ -38,6 +42,8 @@ def run_service(settings: Settings, name: str, instance: int = 0, parent: int | 
     configure_logging(f"{name}-{instance}")
     if parent is not None:
         follow_parent(parent, stop)
+    else:  # started by hand: say at once that there is nothing to serve, instead of waiting for it
+        check_cluster(settings)
     module, _, function = service.entry.partition(":")
     serve: Callable[[Settings, int, threading.Event], None] = getattr(importlib.import_module(module), function)
     log = structlog.get_logger()

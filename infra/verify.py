@@ -5,13 +5,18 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from infra.kafka import check_cluster
 from infra.settings import Settings
 
 
 def verify_run(settings: Settings, console: Console) -> int:
-    """Print the report of a run; returns the number of differences and broken laws together."""
+    """Print the report of a run; returns the number of differences and broken laws together.
+
+    Raises KafkaUnavailableError.
+    """
     from streams.replay.service import verify
 
+    check_cluster(settings)
     report = verify(settings, settings.run.id)
     table = Table("derived topic", "compared", box=None, pad_edge=False)
     for topic, compared in report.num_compared.items():
