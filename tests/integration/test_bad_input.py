@@ -12,7 +12,8 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -236,39 +237,46 @@ def test_a_data_directory_of_another_stack(good: Settings) -> None:
 # -- nothing answers
 
 
-@pytest.mark.parametrize(
-    "arguments", [("run",), ("tail", "steps"), ("serve", "assembly"), ("serve", "worker"), ("replay", "verify")]
-)
-def test_kafka_down_at_the_start(arguments: tuple[str, ...], nowhere: Settings, parts: Path) -> None:
+def refused_together(settings: Settings, commands: Iterable[tuple[tuple[str, ...], tuple[str, ...]]]) -> None:
+    """Each (command, what it must say) is refused; side by side, because each waits for an answer for a while."""
+    with ThreadPoolExecutor(8) as pool:
+        running = [(pool.submit(rollstream, *arguments, settings=settings), said) for arguments, said in commands]
+        for done, said in running:
+            assert_refused(done.result(), *said)
+
+
+def test_kafka_down_at_the_start(nowhere: Settings, parts: Path) -> None:
     settings = replace(
         nowhere,
         run=RunSection(id="run-x"),
         policy=PolicySection(path=str(parts / "policy")),
         tasks=TasksSection(train=str(parts / "pool" / "train.parquet")),
     )
-    done = rollstream(*arguments, settings=settings)
-    assert_refused(done, f"no Kafka at {settings.kafka.bootstrap}", "rollstream up", "kafka.bootstrap")
+    said = (f"no Kafka at {settings.kafka.bootstrap}", "rollstream up", "kafka.bootstrap")
+    commands = (("run",), ("tail", "steps"), ("serve", "assembly"), ("serve", "worker"), ("replay", "verify"))
+    refused_together(settings, [(command, said) for command in commands])
 
 
 def test_nothing_up_for_status_sql_and_trace(nowhere: Settings) -> None:
-    address = f"http://127.0.0.1:{nowhere.clickhouse.port}"
-    status = rollstream("status", settings=nowhere)
-    assert_refused(status, f"no Kafka at {nowhere.kafka.bootstrap}", f"no ClickHouse at {address}", "rollstream up")
-    for arguments in (("sql", "SELECT 1"), ("trace", "t00000.000.00"), ("status", "--json")):
-        done = rollstream(*arguments, settings=nowhere)
-        assert_refused(done, f"no ClickHouse at {address}", "rollstream up", "clickhouse.url")
+    kafka = f"no Kafka at {nowhere.kafka.bootstrap}"
+    clickhouse = (f"no ClickHouse at http://127.0.0.1:{nowhere.clickhouse.port}", "rollstream up", "clickhouse.url")
+    commands = (("sql", "SELECT 1"), ("trace", "t00000.000.00"), ("status", "--json"))
+    refused_together(nowhere, [(("status",), (kafka, *clickhouse)), *((c, clickhouse) for c in commands)])
     local = replace(nowhere, kafka=KafkaSection(port=free_port()))
     assert_refused(rollstream("status", settings=local), "not running; start it with `rollstream up`")
 
 
 def test_names_nobody_knows(good: Settings) -> None:
     assert rollstream("up", settings=good).returncode == 0
-    assert_refused(rollstream("tail", "model-cals", settings=good), "unknown topic 'model-cals'", "model-calls")
-    assert_refused(rollstream("tail", "steps", "--type", "StepDone", settings=good), "'StepDone'", "StepCompleted")
-    assert_refused(rollstream("serve", "lerner", settings=good), "unknown service 'lerner'", "learner")
-    assert_refused(rollstream("status", settings=good), "no tables yet", "run")
-    assert_refused(rollstream("serve", "assembly", settings=good), "no run yet", "rollstream run")
-    assert_refused(rollstream("replay", "verify", "--run", "run-nobody", settings=good), "run-nobody")
+    commands = (
+        (("tail", "model-cals"), ("unknown topic 'model-cals'", "model-calls")),
+        (("tail", "steps", "--type", "StepDone"), ("'StepDone'", "StepCompleted")),
+        (("serve", "lerner"), ("unknown service 'lerner'", "learner")),
+        (("status",), ("no tables yet", "run")),
+        (("serve", "assembly"), ("no run yet", "rollstream run")),
+        (("replay", "verify", "--run", "run-nobody"), ("run-nobody",)),
+    )
+    refused_together(good, commands)
     again = replace(good, kafka=replace(good.kafka, topic_prefix="never-made-"))
     assert_refused(rollstream("tail", "steps", settings=again), "never-made-steps does not exist", "rollstream up")
 
