@@ -43,6 +43,10 @@ log = structlog.get_logger()
 STARTUP_TIMEOUT_SEC = 15.0
 
 
+#: Errors of a partition whose leader is not known yet.
+LEADERLESS = frozenset({KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE})
+
+
 class KafkaUnavailableError(RuntimeError):
     """The cluster could not be reached: names the address and the remedy."""
 
@@ -315,6 +319,22 @@ def make_codec(settings: Settings) -> Codec:
     return Codec(registry, settings.kafka.topic_prefix)
 
 
+def watermarks(consumer: Consumer, part: TopicPartition) -> tuple[int, int]:
+    """(low, high) of a partition. A leader that is moving (a fresh topic, a restarted broker) is waited for.
+
+    Raises KafkaUnavailableError when there is none within STARTUP_TIMEOUT_SEC.
+    """
+    deadline = time.monotonic() + STARTUP_TIMEOUT_SEC
+    while True:
+        try:
+            low, high = consumer.get_watermark_offsets(part, timeout=STARTUP_TIMEOUT_SEC)
+            return low, high
+        except KafkaException as exc:
+            if time.monotonic() > deadline or exc.args[0].code() not in LEADERLESS:
+                raise KafkaUnavailableError(f"{part.topic}/{part.partition}: {exc.args[0].str()}") from exc
+            time.sleep(0.1)
+
+
 def end_offsets(settings: Settings, topics: tuple[str, ...]) -> Mapping[tuple[str, int], int]:
     """(catalogue topic, partition) -> high watermark."""
     consumer = make_consumer(settings, group="offsets")
@@ -324,7 +344,7 @@ def end_offsets(settings: Settings, topics: tuple[str, ...]) -> Mapping[tuple[st
         for name in topics:
             for partition in meta.topics[topic_name(settings, name)].partitions:
                 tp = TopicPartition(topic_name(settings, name), partition)
-                out[name, partition] = consumer.get_watermark_offsets(tp, timeout=STARTUP_TIMEOUT_SEC)[1]
+                out[name, partition] = watermarks(consumer, tp)[1]
         return out
     finally:
         consumer.close()
@@ -357,7 +377,7 @@ def read_topic_marking_end(
         starts: dict[int, int] = {}
         for partition in meta.partitions:
             tp = TopicPartition(real, partition)
-            starts[partition], ends[partition] = consumer.get_watermark_offsets(tp, timeout=STARTUP_TIMEOUT_SEC)
+            starts[partition], ends[partition] = watermarks(consumer, tp)
         consumer.assign([TopicPartition(real, p, offset) for p, offset in starts.items()])
         caught_up = False
         while not should_stop():

@@ -194,7 +194,8 @@ def _format_once(directory: Path, config: Path, port: int, java: Java) -> None:
     if (log_dir / "meta.properties").exists():
         return
     cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-    command = _java_command(java, (), "kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", config)
+    given = f"--cluster-id={cluster_id}"  # one word: an id may begin with a dash
+    command = _java_command(java, (), "kafka.tools.StorageTool", "format", given, "-c", config)
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_SEC, check=False)
     if done.returncode:
         raise StackError(f"Kafka could not format {log_dir}:\n{done.stdout}{done.stderr}")

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -181,6 +182,17 @@ def test_a_data_directory_that_cannot_be_written(tmp_path: Path) -> None:
     settings = Settings(data=DataSection(dir=str(tmp_path / "file" / "data")))
     with pytest.raises(StackError, match=r"set data\.dir to a directory that can be written"):
         up(settings)
+
+
+def test_a_cluster_id_may_begin_with_a_dash(local_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen once in 64 first starts: `-t -EyW...` was read as an option."""
+    monkeypatch.setattr("infra.local.kafka.uuid.uuid4", lambda: uuid.UUID(bytes=b"\xf8" + bytes(14) + b"\x01"))
+    record = start_kafka(local_settings)
+    try:
+        text = (paths.kafka_dir(local_settings) / "log" / "meta.properties").read_text()
+        assert "cluster.id=-" in text
+    finally:
+        stop_kafka(local_settings, record)
 
 
 def test_a_broker_that_cannot_start_shows_the_end_of_its_log(local_settings: Settings) -> None:
