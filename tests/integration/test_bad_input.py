@@ -305,7 +305,7 @@ def demo_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_kafka_lost_in_the_middle(demo_parts: Path, tmp_path: Path) -> None:
     settings = replace(
         Settings(),
