@@ -71,7 +71,7 @@ def _common(settings: Settings) -> dict[str, Any]:
         "reconnect.backoff.max.ms": 1000,
         "socket.keepalive.enable": True,
         "allow.auto.create.topics": False,
-        "log_level": 3,
+        "log_level": 2,
         **settings.kafka.client,
     }
 

@@ -166,6 +166,7 @@ def print_next_steps(console: Console, settings: Settings, run_id: str) -> None:
         "  make replay-verify                        derive the run again from the log, byte for byte\n",
         highlight=False,
         markup=False,
+        soft_wrap=True,
     )
 
 
