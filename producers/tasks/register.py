@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import structlog
 
-from infra.kafka import EventWriter
+from infra.kafka import EventWriter, read_events
 from infra.settings import Settings
 from producers.tasks.harbor import Task, TaskError, load_tasks
 from schemas.events import TaskRegistered
@@ -18,18 +18,23 @@ log = structlog.get_logger()
 TRAIN, HELD_OUT = "train", "held_out"
 
 
+class TasksChangedError(ValueError):
+    """A run is resumed with other tasks than it was started with: names the first one and the remedy."""
+
+
 def register_tasks(settings: Settings) -> dict[str, int]:
     """Write one TaskRegistered per task of settings.tasks.train and .held_out; returns the number per set.
 
-    Every task is read and validated before the first event is written. Raises TaskError for an invalid task
-    and for a task in both sets, DeliveryError when Kafka does not take an event. Registering again is
-    harmless: the newest wins.
+    Every task is read and validated before the first event is written. Registering again is harmless: the newest
+    wins. Raises TaskError for an invalid task and for a task in both sets, TasksChangedError when this run was started
+    with other tasks, DeliveryError when Kafka does not take an event.
     """
     sets = {name: load_tasks(source) for name, source in _sources(settings)}
     twice = {t.task_id for t in sets.get(TRAIN, [])} & {t.task_id for t in sets.get(HELD_OUT, [])}
     if twice:
         where = next(t.path for t in sets[HELD_OUT] if t.task_id in twice)
         raise TaskError(where, f"{where.name!r} is in the training set too", "a held-out task must not be trained on")
+    _check_unchanged(settings, {t.task_id: (name, t.digest) for name, tasks in sets.items() for t in tasks})
     writer = EventWriter(settings)
     for name, tasks in sets.items():
         for event in make_registrations(settings.run.id, name, tasks):
@@ -38,6 +43,25 @@ def register_tasks(settings: Settings) -> dict[str, int]:
     counts = {name: len(tasks) for name, tasks in sets.items()}
     log.info("tasks registered", **counts)
     return counts
+
+
+def _check_unchanged(settings: Settings, now: dict[str, tuple[str, str]]) -> None:
+    """`now`: task id -> (set, digest). A run goes on with the tasks it was started with: offers name them by digest."""
+    known: dict[str, TaskRegistered] = {}
+    for event in read_events(settings, "tasks", types=(TaskRegistered,)):
+        assert isinstance(event, TaskRegistered)
+        known[event.task_id] = event
+    before = {i: (e.task_set, e.digest) for i, e in known.items() if e.run_id == settings.run.id}
+    if not before:
+        return
+    changes = [f"{i} is gone" for i in before if i not in now]
+    changes += [f"{i} changed" for i in before if i in now and before[i] != now[i]]
+    changes += [f"{i} is new" for i in now if i not in known]
+    if changes:
+        raise TasksChangedError(
+            f"run {settings.run.id} was started with other tasks ({len(changes)} differ; {min(changes)}); point "
+            "tasks.train and tasks.held_out at the sets it was started with, or start a new run: --set run.name=NAME"
+        )
 
 
 def make_registrations(run_id: str, task_set: str, tasks: Iterable[Task]) -> Iterator[TaskRegistered]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,7 @@ from infra.kafka import make_codec, make_consumer, topic_name
 from infra.settings import RunSection, Settings, TasksSection
 from producers.tasks.demo_pool import PoolInfo
 from producers.tasks.harbor import TaskError, load_tasks
-from producers.tasks.register import register_tasks
+from producers.tasks.register import TasksChangedError, register_tasks
 from schemas.events import TaskRegistered
 
 
@@ -46,6 +48,23 @@ def test_every_task_of_both_sets_is_registered(kafka_settings: Settings, pool: P
         assert (event.task_set, event.digest, event.instruction) == (task.task_set, task.digest, task.instruction)
         assert (event.fail_to_pass, event.pass_to_pass) == (task.fail_to_pass, task.pass_to_pass)
         assert (event.run_id, event.path) == ("run-1", str(task.path.resolve()))
+
+
+def test_a_run_goes_on_with_the_tasks_it_was_started_with(
+    kafka_settings: Settings, pool: PoolInfo, tmp_path: Path
+) -> None:
+    """Seen once: the pool was made again, smaller, between a stop and a resume; every trial failed in its setup."""
+    settings = with_tasks(kafka_settings, str(pool.path / "train"))
+    assert register_tasks(settings) == {"train": 14}
+    assert register_tasks(settings) == {"train": 14}
+    smaller = tmp_path / "train"
+    shutil.copytree(pool.path / "train", smaller)
+    gone = sorted(smaller.iterdir())[0]
+    shutil.rmtree(gone)
+    with pytest.raises(TasksChangedError, match=f"1 differ; {gone.name} is gone"):
+        register_tasks(with_tasks(kafka_settings, str(smaller)))
+    other_run = replace(with_tasks(kafka_settings, str(smaller)), run=RunSection(id="run-2"))
+    assert register_tasks(other_run) == {"train": 13}
 
 
 def test_no_event_is_written_when_a_set_is_unusable(pool: PoolInfo) -> None:
