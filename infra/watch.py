@@ -82,10 +82,10 @@ class Progress:
             return
         from consumers.cli_views import status_line
 
-        line = status_line(status) + (f" · lag {lag}" if lag else "") if status is not None else str(shown)
-        if line != self._last:
+        line = status_line(status) if status is not None else str(shown)
+        if line != self._last:  # a change of the lag alone is no news
             self._last = line
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._console.print(line + (f" · lag {lag}" if lag and status else ""), highlight=False, soft_wrap=True)
 
 
 #: Below this much space on the data directory's disk a run says so; the broker needs some to go on.
