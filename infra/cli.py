@@ -8,11 +8,10 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -342,15 +341,6 @@ def install_stop_signals() -> threading.Event:
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
     return stop
-
-
-def wait_until(condition: Callable[[], Any], stop: threading.Event, every_sec: float = 0.2) -> bool:
-    """Wait for `condition()`; False when stopped first."""
-    while not stop.is_set():
-        if condition():
-            return True
-        time.sleep(every_sec)
-    return False
 
 
 def main() -> None:

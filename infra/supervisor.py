@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,12 +106,6 @@ class Supervisor:
             elif now >= child.restart_at:
                 self.num_restarts += 1
                 self._spawn(child.name, child.instance, recent)
-
-    def watch(self, until: Callable[[], bool], every_sec: float = 0.25) -> None:
-        """Keep the services alive until `until()` is true."""
-        while not until():
-            self.check()
-            time.sleep(every_sec)
 
     def stop(self) -> None:
         """SIGTERM in data-flow order (sources first), then SIGKILL for what does not drain."""
